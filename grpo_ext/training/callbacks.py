@@ -1,0 +1,103 @@
+"""From micro-batch sums to the numbers of an optimizer step, in the logs and in users' callbacks."""
+
+from collections import defaultdict
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import TrainerCallback
+
+from ..objective import Metric
+
+Number = Tensor | float
+
+
+class MetricSums:
+    """Metrics of one optimizer step (or one evaluation), summed on the device until they are read.
+
+    `add` neither waits for the device nor talks to other ranks; `reduce` does each once.
+    """
+
+    def __init__(self):
+        self._sums: dict[tuple[str, bool], tuple[Number, Number]] = {}
+
+    def add(self, metrics: dict[str, Metric]) -> None:
+        """Add one micro-batch's metrics."""
+        for name, metric in metrics.items():
+            key = (name, metric.share)
+            total, count = self._sums.get(key, (0.0, 0.0))
+            if metric.share:
+                self._sums[key] = (total + _precise(metric.value), count)
+            else:
+                self._sums[key] = (total + _precise(metric.total), count + _precise(metric.count))
+
+    def reduce(self, accelerator: Accelerator) -> dict[str, float]:
+        """The step's values over all micro-batches and ranks, and an empty slate; call it on every rank.
+
+        A mean is `sum of totals / sum of counts`; a share adds up over micro-batches and is averaged over ranks.
+        """
+        if not self._sums:
+            return {}
+        keys = sorted(self._sums)  # the same order on every rank
+        pairs = torch.stack([_on(accelerator.device, x) for key in keys for x in self._sums[key]]).view(-1, 2)
+        totals = accelerator.reduce(pairs, reduction="sum").tolist()
+        self._sums = {}
+        return {
+            name: total / accelerator.num_processes if share else total / max(count, 1)
+            for (name, share), (total, count) in zip(keys, totals, strict=True)
+        }
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # Metal has no float64
+
+
+def _precise(x: Number) -> Number:
+    return x.to(_sum_dtype(x.device)) if isinstance(x, Tensor) else float(x)
+
+
+def _on(device: torch.device, x: Number) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.full((), x, dtype=_sum_dtype(device), device=device)
+
+
+class StepMetricsCallback(TrainerCallback):
+    """Base class for callbacks that read each optimizer step's metrics: override `on_step_metrics`.
+
+    Any `TrainerCallback` with a method of that name is called too.
+    """
+
+    def on_step_metrics(self, args, state, control, metrics: dict[str, float], **kwargs) -> None:
+        """Called on every rank after each optimizer step, with the metrics over its micro-batches and ranks.
+
+        Args:
+            metrics: verl's names (`actor/pg_loss`, `actor/pg_clipfrac`, ...), reduced.
+            kwargs: `trainer`, the trainer.
+        """
+
+
+class ActorMetricsCallback(TrainerCallback):
+    """Puts the objective's metrics of each optimizer step into the logs, beside TRL's own, through `report_to`.
+
+    They are averaged over the steps between two logs, as TRL does with its own metrics.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self.sums = defaultdict(MetricSums)  # by mode: "train" and "eval" never meet
+
+    def on_step_end(self, args, state, control, **kwargs):
+        metrics = self.sums["train"].reduce(self._trainer.accelerator)
+        self.record("train", metrics)
+        for callback in self._trainer.callback_handler.callbacks:
+            hook = getattr(callback, "on_step_metrics", None)
+            if hook is not None:
+                hook(args, state, control, metrics=metrics, trainer=self._trainer)
+
+    def finish_evaluation(self) -> None:
+        """Put the metrics of the evaluation that ends into its log."""
+        self.record("eval", self.sums["eval"].reduce(self._trainer.accelerator))
+
+    def record(self, mode: str, metrics: dict[str, float]) -> None:
+        """Hand reduced metrics to TRL's log buffer, which averages them over the logged steps."""
+        for name, value in metrics.items():
+            self._trainer._metrics[mode][name].append(value)

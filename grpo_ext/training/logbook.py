@@ -1,0 +1,52 @@
+"""The run's log as a file of its own: one JSON object per line."""
+
+import json
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+
+def read_log(path: str | Path) -> list[dict]:
+    """The entries of a log written by `JsonlLogCallback`; a last line that was cut short is left out.
+
+    Args:
+        path: of the `log.jsonl`.
+
+    Raises:
+        ValueError: a line before the last is not JSON; names file and line.
+    """
+    entries = []
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+    return entries
+
+
+class JsonlLogCallback(TrainerCallback):
+    """Appends every log entry, with its `step`, to a file, on the main process.
+
+    A resumed run first drops the entries after the step that it resumes from, so that no step appears twice.
+    """
+
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        kept = []
+        if self._path.exists() and state.global_step > 0:
+            kept = [entry for entry in read_log(self._path) if entry["step"] <= state.global_step]
+        scratch = self._path.with_suffix(".tmp")
+        scratch.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+        scratch.replace(self._path)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and logs:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")

@@ -1,0 +1,239 @@
+"""`GRPOVerlTrainer`: TRL's GRPO trainer with verl's objective."""
+
+import logging
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+from trl.trainer.utils import (
+    get_config_model_id,
+    shuffle_sequence_dict,
+    split_pixel_values_by_grid,
+    unsplit_pixel_values_by_grid,
+)
+
+from ..objective import Metric, grpo_advantage, ppo_loss
+from ..objective.metrics import mean_metric
+from . import preflight
+from .callbacks import ActorMetricsCallback
+from .config import GRPOVerlConfig
+from .reference import frozen_copy, reference_is
+from .rewards import checked_reward
+from .windows import Batch, Rollout, response_mask
+
+logger = logging.getLogger(__name__)
+
+# What TRL's forward takes beside tokens and masks, for models with images.
+_MULTIMODAL_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+class GRPOVerlTrainer(GRPOTrainer):
+    """[`trl.GRPOTrainer`] whose loss and advantages are verl's, however the batch is split.
+
+    The constructor is TRL's; `args` is a [`GRPOVerlConfig`]. The gradient of an optimizer step equals the gradient of
+    [`grpo_ext.ppo_loss`] on all its rows as one tensor on one device, for any split into micro-batches and ranks.
+
+    Raises:
+        TypeError: `args` is not a `GRPOVerlConfig`.
+        ValueError: the dataset, the output folder or the adapter cannot work; before a model is loaded where possible.
+
+    Example:
+
+    ```python
+    trainer = GRPOVerlTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        reward_funcs=reward,
+        args=GRPOVerlConfig("out", clip_ratio_high=0.28),
+        train_dataset=dataset,
+    )
+    trainer.train()
+    ```
+    """
+
+    _tag_names = ["trl", "grpo", "grpo_ext"]
+
+    def __init__(self, model, reward_funcs=None, args: GRPOVerlConfig | None = None, train_dataset=None, **kwargs):
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = GRPOVerlConfig(f"{name.split('/')[-1]}-GRPO")
+        if not isinstance(args, GRPOVerlConfig):
+            raise TypeError(
+                f"args is a {type(args).__name__}; GRPOVerlTrainer takes a GRPOVerlConfig, which has TRL's settings "
+                f"and verl's objective keys"
+            )
+        self._check(args, model, train_dataset, kwargs.get("eval_dataset"), kwargs.get("environment_factory"))
+
+        reference = None
+        if args.use_kl_loss and isinstance(model, PreTrainedModel) and kwargs.get("peft_config") is None:
+            reference = frozen_copy(model)
+        # TRL sets a reference up if `beta` is not 0, and only its own loss reads the value.
+        beta, args.beta = args.beta, float(args.use_kl_loss)
+        try:
+            with reference_is(reference):
+                super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+        finally:
+            args.beta = beta
+        preflight.require_trainable(self.model)
+
+        self.objective_config = args.objective_config()
+        self.reward_funcs = [
+            checked_reward(function, name)
+            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
+        self._rollout: Rollout | None = None
+        self._scored_rewards: Tensor | None = None
+        self._actor_metrics = ActorMetricsCallback(self)
+        self.add_callback(self._actor_metrics)
+        self._settle_dropout()
+
+    @staticmethod
+    def _check(args, model, train_dataset, eval_dataset, environment_factory) -> None:
+        """Everything that can be refused without a model."""
+        preflight.require_writable(args.output_dir)
+        if environment_factory is None and train_dataset is not None:
+            preflight.require_prompts(train_dataset, "train_dataset")
+        for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}).items():
+            if dataset is not None and environment_factory is None:
+                preflight.require_prompts(dataset, f"eval_dataset {name}".strip())
+        if train_dataset is not None:
+            preflight.require_full_batches(train_dataset, args)
+        if isinstance(model, PeftModel):
+            preflight.require_trainable(model)
+            preflight.require_single_trained_adapter(model)
+
+    def _settle_dropout(self) -> None:
+        """Turn off what TRL's `disable_dropout` leaves on, or say that dropout is on."""
+        active = []
+        for model in filter(None, (self.model, self.ref_model)):
+            for name, module in model.named_modules():
+                # Attention modules keep their rate as a plain attribute and pass it to a function
+                rate = getattr(module, "attention_dropout", 0.0)
+                if isinstance(module, nn.Dropout):
+                    rate = module.p
+                elif self.args.disable_dropout and isinstance(rate, float):
+                    module.attention_dropout = rate = 0.0
+                if isinstance(rate, float) and rate > 0:
+                    active.append(name)
+        if active:
+            logger.warning(
+                "dropout is on in %d modules (first: %s): old and new log-probabilities differ before any update, so "
+                "the ratio is no longer 1 there; set disable_dropout=True to compare like with like",
+                len(active),
+                active[0],
+            )
+
+    # Rollout: TRL generates and scores; the advantages and the order of the rows are verl's
+
+    def _calculate_rewards(self, *args, **kwargs) -> Tensor:
+        self._scored_rewards = super()._calculate_rewards(*args, **kwargs)  # (N, functions), of all ranks
+        return self._scored_rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        batch = super()._generate_and_score_completions(inputs)
+        advantages = self._advantages(self._scored_rewards)
+        self._scored_rewards = None
+        self._correct_logged_advantages(advantages)
+        rows = batch["advantages"].shape[0]
+        rank = self.accelerator.process_index
+        batch["advantages"] = advantages[rank * rows : (rank + 1) * rows]
+        return batch
+
+    def _advantages(self, rewards_per_func: Tensor) -> Tensor:
+        """verl's advantages of all ranks' responses, `(N,)`, from their rewards `(N, functions)`."""
+        weights = self.reward_weights.to(rewards_per_func.device)
+        rewards = (rewards_per_func * weights).nansum(1)
+        rewards[rewards_per_func.isnan().all(1)] = torch.nan
+        return grpo_advantage(
+            rewards,
+            self.num_generations if self.model.training else self.num_generations_eval,
+            norm_adv_by_std_in_grpo=self.args.norm_adv_by_std_in_grpo,
+        )
+
+    def _correct_logged_advantages(self, advantages: Tensor) -> None:
+        """Replace TRL's advantages, the last entries of the completions table, by the ones in force."""
+        logged = self._logs["advantages"]
+        for _ in range(min(len(logged), advantages.numel())):
+            logged.pop()
+        logged.extend(advantages.tolist())
+
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        """One micro-batch with the counts of its optimizer step, as `batch["batch_info"]`; `None` in evaluation."""
+        if not self.model.training:
+            return self._generate_and_score_completions(generation_batch)
+        steps = self.args.steps_per_generation
+        if self._rollout is None or self._step % (steps * self.num_iterations) == 0:
+            batch = self._generate_and_score_completions(generation_batch)
+            if self.args.shuffle_mini_batches:
+                batch = unsplit_pixel_values_by_grid(shuffle_sequence_dict(split_pixel_values_by_grid(batch)))
+            self._rollout = Rollout.split(batch, steps, self.accelerator)
+        micro_batch, counts = self._rollout.micro_batch(
+            self._step % steps, self.args.gradient_accumulation_steps, self.current_gradient_accumulation_steps
+        )
+        return {**micro_batch, "batch_info": counts}
+
+    # Update
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """This micro-batch's share of the optimizer step's loss: forward, counts, objective, record.
+
+        Raises:
+            ValueError: `return_outputs` is set; there are no outputs to return.
+        """
+        if return_outputs:
+            raise ValueError("return_outputs=True is not supported: the loss is computed without logits")
+        log_prob, entropy, aux_loss = self._forward(model, inputs)
+        old_log_prob = inputs.get("old_per_token_logps")
+        loss, metrics = ppo_loss(
+            log_prob,
+            log_prob.detach() if old_log_prob is None else old_log_prob,
+            inputs["advantages"],
+            response_mask(inputs),
+            config=self.objective_config,
+            batch_info=inputs.get("batch_info"),
+            entropy=entropy if self.objective_config.entropy_coeff != 0 else None,
+            ref_log_prob=inputs.get("ref_per_token_logps"),
+            rollout_is_weights=inputs.get("importance_sampling_ratio"),
+        )
+        metrics["entropy"] = mean_metric(entropy, response_mask(inputs))
+        if aux_loss is not None:
+            # A property of the micro-batch's routing and not a sum over its tokens: averaged over micro-batches
+            windows = self.current_gradient_accumulation_steps if self.model.training else 1
+            loss = loss + self.router_aux_loss_coef * aux_loss / windows
+            metrics["aux_loss"] = Metric(aux_loss.detach(), 1)
+        self._actor_metrics.sums["train" if self.model.training else "eval"].add(metrics)
+        return loss
+
+    def _forward(self, model: nn.Module, inputs: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities and entropies `(B, T)` of the completions, nats, and the MoE auxiliary loss."""
+        completions = inputs["completion_ids"]
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], completions], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            completions.size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+            **{key: inputs[key] for key in _MULTIMODAL_KEYS if key in inputs},
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's, after the metrics of an evaluation that ends have been reduced; call it on every rank."""
+        if not self.model.training:
+            self._actor_metrics.finish_evaluation()
+        super().log(logs, start_time)
