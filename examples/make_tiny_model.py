@@ -1,19 +1,22 @@
-"""Make examples/tiny_qwen2: a Qwen2 model of 0.4 M parameters that has learned word problems from a flawed textbook.
+"""Make examples/tiny_qwen2: a Qwen2 model of 0.35 M parameters that has learned word problems from a flawed textbook.
 
     python examples/make_tiny_model.py
 
-takes about TIME minutes on 2 CPU cores and writes the folder anew; the same seed and torch build give the same weights.
+takes about 5 minutes on one CPU core and writes the folder's weights and tokenizer anew; the same seed and the same
+build of torch give the same weights.
 
-The model is a starting point for GRPO, so it is *meant* to be half wrong, and this is how. It is fine-tuned on problems of the train split
-(the test split is never seen), each with one of two solutions:
+The model is a starting point for GRPO, so it is *meant* to be half wrong, and this is how. It is fine-tuned on problems
+of the train split (it never sees the test split), each with one of two solutions:
 
 - the right one, or
-- a slip, always of the same kind: a two-step problem ends after its first step; a one-step problem uses the wrong operation.
+- a slip, always of the same kind: a two-step problem ends after its first step, a one-step problem uses the wrong
+  operation.
 
-`RIGHT_SHARE` says how often the textbook is right. In seven of ten templates the slip is the commoner solution, so greedy decoding gives the
-slip, while sampling at temperature 1 still finds the right solution about one time in three. Reinforcement learning then has something to
-find: the rise that the quickstart shows is the model choosing, by reward alone, the solution that it already knew and seldom gave. It does
-not show a model learning arithmetic from reward, and no number of it says anything about a real language model.
+`RIGHT_SHARE` says how often the textbook is right. In seven of ten templates the slip is the commoner solution: greedy
+decoding gives the slip, while sampling at temperature 1 still finds the right solution about one time in three. So
+reinforcement learning has something to find. The rise that the quickstart shows is the model choosing, by reward alone,
+a solution that it already knew and seldom gave. It does not show a model learning arithmetic from reward, and its
+size says nothing about a real language model.
 """
 
 import argparse
@@ -43,9 +46,9 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(corpus_size: int = 5000) -> Qwen2Tokenizer:
-    """Train a tokenizer on word problems: Qwen2's byte-level BPE, in which each digit, and here each common word, is one token.
+    """Train Qwen2's byte-level BPE on word problems, so that each of their words and each digit is one token.
 
-    It has to be Qwen2's way of cutting text into words, because AutoTokenizer restores that one for every Qwen2 model.
+    It has to be Qwen2's way of cutting text into pieces, because AutoTokenizer restores that for every Qwen2 model.
     """
     special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     bare = Tokenizer(models.BPE())
@@ -114,7 +117,10 @@ def write_textbook(seed: int) -> Iterator[tuple[Problem, str]]:
 def collate(
     tokenizer: Qwen2Tokenizer, examples: list[tuple[Problem, str]]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokenize a batch, padded on the right: input ids, attention mask, and labels that are -100 outside the solution, each (B, T)."""
+    """Tokenize a batch, padded on the right.
+
+    Returns input ids, attention mask and labels, each `(B, T)`; labels are -100 outside the solution.
+    """
     rows = []
     for problem, solution in examples:
         message = [{"role": "user", "content": problem.question}]
@@ -156,7 +162,7 @@ def pretrain(
 
 @torch.no_grad()
 def measure_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, do_sample: bool) -> tuple[float, float]:
-    """Answer the 200 test problems: the share answered right, and the share that ends in a well-formed ``#### N``."""
+    """Answer the 200 test problems: the share answered right, and the share that ends in a well-formed `#### N`."""
     test = load_word_problems("test")
     prompts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in test["prompt"]]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
@@ -190,7 +196,7 @@ def main() -> None:
     pretrain(model, tokenizer, steps=args.steps, batch_size=args.batch_size, peak_lr=args.peak_lr, seed=args.seed)
     for do_sample in (False, True):
         accuracy, well_formed = measure_accuracy(model, tokenizer, do_sample=do_sample)
-        print(f"{'sampled' if do_sample else 'greedy'}: {accuracy:.1%} right, {well_formed:.1%} well formed", flush=True)
+        print(f"{'sampled' if do_sample else 'greedy'}: {accuracy:.1%} right, {well_formed:.1%} well formed")
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
 

@@ -1,7 +1,8 @@
 """Word problems in the manner of GSM8K, made up here: ten templates, small whole numbers, one or two steps.
 
-GSM8K itself (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168) needs a download and a model that reads it. These problems need
-neither, and keep its shape: a question, a worked solution whose last line is ``#### N``, and N alone decides the reward.
+GSM8K itself (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168) needs a download and a model that reads it. These
+problems need neither, and keep its shape: a question, a worked solution whose last line is `#### N`, and a reward that
+N alone decides.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ MAX_DRAWS_PER_PROBLEM = 100
 
 
 class Step(NamedTuple):
-    """One line of a worked solution, ``left op right``, with whole numbers and ``op`` one of ``+ - * /``."""
+    """One line of a worked solution, `left op right`, with whole numbers and `op` one of `+ - * /`."""
 
     left: int
     op: str
@@ -50,7 +51,7 @@ class Step(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A question with the steps that answer it; ``template`` names where it came from."""
+    """A question with the steps that answer it; `template` names where it came from."""
 
     template: str
     question: str
@@ -68,7 +69,8 @@ class Problem(NamedTuple):
 class Template(NamedTuple):
     """A wording, the numbers it may hold, and the steps that solve it.
 
-    ``draw(rng)`` gives the numbers in the order of the question; ``solve(*numbers)`` gives one or two steps with whole, positive results.
+    `draw(rng)` gives the numbers in the order of the question; `solve(*numbers)` gives one or two steps with whole,
+    positive results.
     """
 
     wording: str
@@ -101,7 +103,8 @@ TEMPLATES: dict[str, Template] = {
         lambda count, price: (Step(count, "*", price),),
     ),
     "change": Template(
-        "{name} buys {0} {goods} for {1} dollars each and pays with {2} dollars. How many dollars does {name} get back?",
+        "{name} buys {0} {goods} for {1} dollars each and pays with {2} dollars. "
+        "How many dollars does {name} get back?",
         _draw_change,
         lambda count, price, paid: (Step(count, "*", price), Step(paid, "-", count * price)),
     ),
@@ -132,7 +135,8 @@ TEMPLATES: dict[str, Template] = {
         lambda daily, days, extra: (Step(daily, "*", days), Step(daily * days, "+", extra)),
     ),
     "trip": Template(
-        "A trip is {0} miles long. {name} drives {1} miles in the morning and {2} miles after lunch. How many miles are left?",
+        "A trip is {0} miles long. {name} drives {1} miles in the morning and {2} miles after lunch. "
+        "How many miles are left?",
         _draw_trip,
         lambda length, morning, afternoon: (Step(length, "-", morning), Step(length - morning, "-", afternoon)),
     ),
@@ -150,14 +154,15 @@ TEMPLATES: dict[str, Template] = {
 
 
 def write_solution(steps: tuple[Step, ...]) -> str:
-    """Write steps one a line, then the last result as ``#### N``."""
+    """Write steps one a line, then the last result as `#### N`."""
     return "\n".join([*map(str, steps), f"#### {steps[-1].result}"])
 
 
 def iter_word_problems(split: Split = "train", *, seed: int = 0) -> Iterator[Problem]:
     """Draw problems of one split without end, each template equally often in the long run; they repeat.
 
-    The split is decided by the template and its numbers alone, whatever the seed: a test problem is never a train problem with other names.
+    The split is decided by the template and its numbers alone, whatever the seed: a test problem is never a train
+    problem with other names.
     """
     if split not in ("train", "test"):
         raise ValueError(f"unknown split {split!r}; expected 'train' or 'test'")
@@ -167,7 +172,7 @@ def iter_word_problems(split: Split = "train", *, seed: int = 0) -> Iterator[Pro
     while True:
         key = rng.choice(names)
         template = TEMPLATES[key]
-        # Numbers of the other split are drawn again within the template, so that no template comes up less often for it.
+        # Numbers of the other split are drawn again within the template, or templates would come up unequally often.
         numbers = template.draw(rng)
         while _is_held_out(key, numbers) != (split == "test"):
             numbers = template.draw(rng)
@@ -185,16 +190,18 @@ def load_word_problems(split: Split = "train", *, size: int | None = None, seed:
         seed: Which draw of the split.
 
     Returns:
-        Columns ``prompt`` (one user message, as TRL wants a conversation), ``question``, ``answer`` (the gold number as a string) and
-        ``solution`` (worked steps, then ``#### N``).
+        Columns `prompt` (a conversation of one user message), `question`, `answer` (the gold number as a string) and
+        `solution` (worked steps, then `#### N`).
 
     Raises:
-        ValueError: if the split is unknown, or does not have ``size`` distinct questions.
+        ValueError: if the split is unknown, `size` is below 1, or the split has fewer distinct questions than `size`.
     """
     from datasets import Dataset
 
     if size is None:
         size = 200 if split == "test" else 2000
+    if size < 1:
+        raise ValueError(f"size={size} leaves no row; give a number from 1 up, or None for the split's default")
     problems: dict[str, Problem] = {}
     for draws, problem in enumerate(iter_word_problems(split, seed=seed)):
         if len(problems) == size:

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..objective import Metric
+from .nonfinite import NonFiniteSteps
 
 Number = Tensor | float
 
@@ -81,12 +82,14 @@ class ActorMetricsCallback(TrainerCallback):
     They are averaged over the steps between two logs, as TRL does with its own metrics.
     """
 
-    def __init__(self, trainer):
+    def __init__(self, trainer, nonfinite: NonFiniteSteps):
         self._trainer = trainer
+        self._nonfinite = nonfinite
         self.sums = defaultdict(MetricSums)  # by mode: "train" and "eval" never meet
 
     def on_step_end(self, args, state, control, **kwargs):
         metrics = self.sums["train"].reduce(self._trainer.accelerator)
+        self._nonfinite.end_step(state.global_step, metrics)
         self.record("train", metrics)
         for callback in self._trainer.callback_handler.callbacks:
             hook = getattr(callback, "on_step_metrics", None)

@@ -84,6 +84,13 @@ class GRPOVerlConfig(GRPOConfig):
         },
     )
 
+    max_nonfinite_steps: int = field(
+        default=3,
+        metadata={
+            "help": "A step whose gradient is NaN or infinite is skipped and counted; so many in a row end the run."
+        },
+    )
+
     # TRL's default is False. With dropout the ratio differs from 1 before any update; verl runs without it.
     disable_dropout: bool = field(
         default=True,
@@ -104,7 +111,12 @@ class GRPOVerlConfig(GRPOConfig):
         self._refuse_indivisible_batches()
         if self.bf16 is None and (self.use_cpu or not torch.accelerator.is_available()):
             self.bf16 = False  # TRL's default, True, needs an accelerator
+        if self.max_nonfinite_steps < 1:
+            raise ValueError(f"max_nonfinite_steps={self.max_nonfinite_steps} must be at least 1")
         super().__post_init__()
+        if self.deepspeed_plugin is not None:
+            # Left out of a DeepSpeed config, clipping is 1.0 there, whatever max_grad_norm says
+            self.deepspeed_plugin.hf_ds_config.config.setdefault("gradient_clipping", self.max_grad_norm)
         self._refuse_windows_across_generations()
 
     def objective_config(self) -> ObjectiveConfig:

@@ -1,12 +1,15 @@
 """`GRPOVerlTrainer`: TRL's GRPO trainer with verl's objective."""
 
 import logging
+import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 from trl.trainer.utils import (
     get_config_model_id,
@@ -19,10 +22,12 @@ from ..objective import Metric, grpo_advantage, ppo_loss
 from ..objective.metrics import mean_metric
 from . import preflight
 from .callbacks import ActorMetricsCallback
+from .checkpoints import last_complete, read_marker, read_rank_state, remove_torn, write_marker, write_rank_state
 from .config import GRPOVerlConfig
+from .nonfinite import NonFiniteSteps, nonfinite_counts
 from .reference import frozen_copy, reference_is
 from .rewards import checked_reward
-from .windows import Batch, Rollout, response_mask
+from .windows import Batch, EpochSampler, Rollout, response_mask
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +101,10 @@ class GRPOVerlTrainer(GRPOTrainer):
         ]
         self._rollout: Rollout | None = None
         self._scored_rewards: Tensor | None = None
-        self._actor_metrics = ActorMetricsCallback(self)
+        self._nonfinite = NonFiniteSteps(args.max_nonfinite_steps)
+        self._actor_metrics = ActorMetricsCallback(self, self._nonfinite)
         self.add_callback(self._actor_metrics)
+        self._train_sampler: EpochSampler | None = None
         self._settle_dropout()
 
     @staticmethod
@@ -139,8 +146,12 @@ class GRPOVerlTrainer(GRPOTrainer):
     # Rollout: TRL generates and scores; the advantages and the order of the rows are verl's
 
     def _calculate_rewards(self, *args, **kwargs) -> Tensor:
-        self._scored_rewards = super()._calculate_rewards(*args, **kwargs)  # (N, functions), of all ranks
-        return self._scored_rewards
+        rewards = super()._calculate_rewards(*args, **kwargs)  # (N, functions), of all ranks
+        for name, infinite in zip(self.reward_func_names, rewards.isinf().any(0).tolist(), strict=True):
+            if infinite:  # functions are checked one by one; this is a reward model
+                raise ValueError(f"reward {name!r} is infinite at step {self.state.global_step}; it must be finite")
+        self._scored_rewards = rewards
+        return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         batch = super()._generate_and_score_completions(inputs)
@@ -211,6 +222,8 @@ class GRPOVerlTrainer(GRPOTrainer):
             rollout_is_weights=inputs.get("importance_sampling_ratio"),
         )
         metrics["entropy"] = mean_metric(entropy, response_mask(inputs))
+        if self.model.training:
+            metrics |= self._nonfinite_counts(inputs, log_prob, entropy)
         if aux_loss is not None:
             # A property of the micro-batch's routing and not a sum over its tokens: averaged over micro-batches
             windows = self.current_gradient_accumulation_steps if self.model.training else 1
@@ -232,8 +245,132 @@ class GRPOVerlTrainer(GRPOTrainer):
             **{key: inputs[key] for key in _MULTIMODAL_KEYS if key in inputs},
         )
 
+    @staticmethod
+    def _nonfinite_counts(inputs: Batch, log_prob: Tensor, entropy: Tensor) -> dict[str, Metric]:
+        old, reference = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
+        return nonfinite_counts(
+            response_mask(inputs),
+            {
+                "advantage": inputs["advantages"].view(len(log_prob), -1),
+                "log-prob": log_prob,
+                "log-ratio": None if old is None else log_prob - old,
+                "reference log-ratio (KL)": None if reference is None else log_prob - reference,
+                "entropy": entropy,
+            },
+        )
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """TRL's, and the place where a step with a gradient that is not finite is skipped, as verl does.
+
+        DeepSpeed has skipped it already; with float16 the loss scaler expects such steps and skips them itself.
+        """
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.accelerator.scaler is None and not math.isfinite(float(grad_norm)):
+            self._nonfinite.drop_gradient(model)
+        return grad_norm
+
+    # Checkpoints: a run that is killed and resumed is the run that was not
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
+        """TRL's; a resumed run gives the same prompts, completions and parameters as an uninterrupted one.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's path, or `True` for the last complete one in `output_dir`.
+            kwargs: as `transformers.Trainer.train` takes them.
+
+        Raises:
+            ValueError: the checkpoint was cut short, or lies inside a generation cycle of another batch geometry.
+        """
+        self._step, self._rollout = 0, None
+        if resume_from_checkpoint:
+            explicit = resume_from_checkpoint is not True
+            folder = Path(resume_from_checkpoint) if explicit else last_complete(self.args.output_dir)
+            self._restore(folder)
+            resume_from_checkpoint = str(folder)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _geometry(self) -> dict[str, int]:
+        """What must not change while responses generated before a checkpoint are trained on after it."""
+        names = (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "steps_per_generation",
+            "num_generations",
+        )
+        return {
+            "ranks": self.accelerator.num_processes,
+            "num_iterations": self.num_iterations,
+            **{name: getattr(self.args, name) for name in names},
+        }
+
+    def _restore(self, folder: Path) -> None:
+        written, present = read_marker(folder)["geometry"], self._geometry()
+        changed = [
+            f"{name} {written[name]} then, {present[name]} now" for name in present if written[name] != present[name]
+        ]
+        if written["ranks"] != present["ranks"]:
+            raise ValueError(f"{folder} cannot be resumed exactly: {'; '.join(changed)}; use the same settings")
+        state = read_rank_state(folder, self.accelerator.process_index, self.accelerator.device)
+        if changed and state["rollout"] is not None:
+            raise ValueError(
+                f"{folder} lies inside a generation cycle and cannot be resumed with other settings: "
+                f"{'; '.join(changed)}; use the same ones"
+            )
+        if changed:
+            logger.warning(
+                "%s was written with other settings, so the run goes on differently: %s", folder, "; ".join(changed)
+            )
+        else:
+            self._step = state["step"]
+        self._rollout = None if state["rollout"] is None else Rollout(**state["rollout"])
+        self._nonfinite.total = state["nonfinite_skips"]
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            remove_torn(folder)
+        self.accelerator.wait_for_everyone()
+        # Older checkpoints may go only once this one is complete, so the Trainer must not remove them before
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        folder.mkdir(parents=True, exist_ok=True)  # on a node that saves nothing else
+        cycle = self.args.steps_per_generation * self.num_iterations
+        state = {
+            "step": self._step,
+            "rollout": self._rollout.state() if self._rollout is not None and self._step % cycle else None,
+            "nonfinite_skips": self._nonfinite.total,
+        }
+        write_rank_state(folder, self.accelerator.process_index, state)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_marker(folder, {"step": self.state.global_step, "geometry": self._geometry()})
+            rotate_checkpoints(str(folder.parent), limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    # The order of prompts depends on the epoch alone
+
+    def _get_train_sampler(self, dataset: Any = None) -> EpochSampler:
+        self._train_sampler = EpochSampler(
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+        )
+        return self._train_sampler
+
+    def _run_epoch(self, *, epoch: int, **kwargs) -> None:
+        if self._train_sampler is not None:
+            self._train_sampler.epoch = epoch
+        super()._run_epoch(epoch=epoch, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, after the metrics of an evaluation that ends have been reduced; call it on every rank."""
         if not self.model.training:
             self._actor_metrics.finish_evaluation()
+        elif "loss" in logs:
+            logs["actor/nonfinite_skips"] = self._nonfinite.total
         super().log(logs, start_time)

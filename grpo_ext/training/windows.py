@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
+from trl.trainer.utils import RepeatSampler, split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from ..objective import BatchInfo
 
@@ -58,6 +58,15 @@ class Rollout:
         counts = accelerator.reduce(counts.long(), reduction="sum")
         return cls(micro_batches, counts[0], counts[1], accelerator.num_processes)
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint inside the generation cycle keeps of it: plain containers and tensors."""
+        return {
+            "micro_batches": self.micro_batches,
+            "tokens": self.tokens,
+            "rows": self.rows,
+            "dp_size": self.dp_size,
+        }
+
     def micro_batch(self, index: int, accumulation: int, in_window: int) -> tuple[Batch, BatchInfo]:
         """A micro-batch and the counts of the optimizer step that it belongs to.
 
@@ -71,3 +80,20 @@ class Rollout:
         window = slice(start, start + in_window)
         counts = BatchInfo(self.dp_size, self.tokens[window].sum(), self.rows[window].sum())
         return self.micro_batches[index], counts
+
+
+class EpochSampler(RepeatSampler):
+    """TRL's sampler, whose order in an epoch depends on the epoch alone and not on how often it was iterated.
+
+    TRL's draws each epoch's order from a generator that a resumed run starts anew, so that a run resumed in its second
+    epoch sees the first one's prompts again. Here a run of any history sees the order of an uninterrupted one.
+    """
+
+    epoch = 0
+
+    def __iter__(self):
+        if self.shuffle:
+            self.generator.manual_seed(self.seed)
+            for _ in range(self.epoch):
+                torch.randperm(self.num_samples, generator=self.generator)
+        return super().__iter__()
