@@ -2,7 +2,7 @@
 
     python examples/make_tiny_model.py
 
-takes about 5 minutes on one CPU core and writes the folder's weights and tokenizer anew; the same seed and the same
+takes 5 to 6 minutes on one CPU core and writes the folder's weights and tokenizer anew; the same seed and the same
 build of torch give the same weights.
 
 The model is a starting point for GRPO, so it is *meant* to be half wrong, and this is how. It is fine-tuned on problems

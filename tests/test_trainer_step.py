@@ -288,15 +288,23 @@ def test_everything_masked_leaves_the_parameters_alone(tmp_path):
 
 
 def test_rows_keep_their_order_unless_shuffled(tmp_path):
-    def order(**settings):
-        trainer = make(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, **settings)
-        trainer.train()
-        return [tuple(row["prompt_ids"]) for row in rows_of(trainer)]
+    """Without shuffling each optimizer step has the responses to one prompt; TRL's order would mix the prompts."""
 
-    grouped = order(seed=3)
-    assert grouped == [grouped[0]] * 4 + [grouped[4]] * 4
-    shuffled = order(seed=3, shuffle_mini_batches=True)
-    assert sorted(shuffled) == sorted(grouped) and shuffled != grouped
+    def prompts_of_steps(**settings):
+        trainer = make(
+            tmp_path,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            steps_per_generation=4,
+            max_steps=2,
+            **settings,
+        )
+        trainer.train()
+        rows = [tuple(row["prompt_ids"]) for row in rows_of(trainer)]
+        return [set(rows[:4]), set(rows[4:])]
+
+    assert [len(prompts) for prompts in prompts_of_steps(seed=3)] == [1, 1]
+    assert [len(prompts) for prompts in prompts_of_steps(seed=3, shuffle_mini_batches=True)] == [2, 2]
 
 
 def test_the_norm_mode_divides_by_max_completion_length_and_not_by_padding(tmp_path):

@@ -12,12 +12,13 @@ from .config import BatchInfo, ObjectiveConfig
 from .kl import KL_PENALTIES, kl_penalty
 from .masking import masked_mean
 from .metrics import Metric
-from .policy_losses import POLICY_LOSSES, register_policy_loss
+from .policy_losses import POLICY_LOSSES, PROPORTIONAL_TO_ADVANTAGE, register_policy_loss
 
 __all__ = [
     "KL_PENALTIES",
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
+    "PROPORTIONAL_TO_ADVANTAGE",
     "BatchInfo",
     "Metric",
     "ObjectiveConfig",

@@ -19,7 +19,11 @@ PolicyLoss = Callable[..., "Tensor | tuple[Tensor, dict[str, Tensor | Metric]]"]
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
 
 
-def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
+# Losses whose value and gradient are 0 for a token with advantage 0, whatever the parameters.
+PROPORTIONAL_TO_ADVANTAGE: set[str] = set()
+
+
+def register_policy_loss(name: str, *, proportional_to_advantage: bool = False) -> Callable[[PolicyLoss], PolicyLoss]:
     """Make a policy loss available as `ObjectiveConfig(policy_loss=name)`; a decorator.
 
     The decorated function is called as `f(log_prob, old_log_prob, advantages, response_mask, *, config)` with `(B, T)`
@@ -29,6 +33,8 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
 
     Args:
         name: the new name.
+        proportional_to_advantage: whether loss and gradient of a token are 0 where its advantage is; rows without any
+            other token then need no backward pass.
 
     Raises:
         ValueError: the name is taken.
@@ -38,6 +44,8 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
         if name in POLICY_LOSSES:
             raise ValueError(f"policy loss {name!r} is already registered; choose another name")
         POLICY_LOSSES[name] = function
+        if proportional_to_advantage:
+            PROPORTIONAL_TO_ADVANTAGE.add(name)
         return function
 
     return register
@@ -60,7 +68,7 @@ def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Ratio:
     return Ratio(log_ratio.exp(), log_ratio)
 
 
-@register_policy_loss("vanilla")
+@register_policy_loss("vanilla", proportional_to_advantage=True)
 def vanilla(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, *, config: ObjectiveConfig
 ) -> tuple[Tensor, dict[str, Metric]]:

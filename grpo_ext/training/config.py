@@ -8,6 +8,7 @@ import torch
 from trl import GRPOConfig
 
 from ..objective import KL_PENALTIES, LOSS_AGG_MODES, POLICY_LOSSES, ObjectiveConfig
+from .forward import LAYOUTS
 
 OBJECTIVE_FIELDS = tuple(f.name for f in dataclasses.fields(ObjectiveConfig))
 
@@ -84,6 +85,28 @@ class GRPOVerlConfig(GRPOConfig):
         },
     )
 
+    forward_layout: str = field(
+        default="auto",
+        metadata={
+            "help": "How rows go through the model: 'packed' end to end (verl: use_remove_padding), for attention with "
+            "row boundaries; 'grouped' with rows of similar length; 'padded' as TRL does; 'auto' chooses by the model's "
+            "attention."
+        },
+    )
+    max_tokens_per_forward: int | None = field(
+        default=None,
+        metadata={
+            "help": "Bound on the tokens of one forward, padding included (verl: ppo_max_token_len_per_gpu). A longer "
+            "single row still is one. None: per_device_train_batch_size rows as long as the longest."
+        },
+    )
+    calculate_entropy: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the entropy is logged when entropy_coeff is 0. False lets rows with advantage 0 skip their "
+            "forward too."
+        },
+    )
     max_nonfinite_steps: int = field(
         default=3,
         metadata={
@@ -111,6 +134,12 @@ class GRPOVerlConfig(GRPOConfig):
         self._refuse_indivisible_batches()
         if self.bf16 is None and (self.use_cpu or not torch.accelerator.is_available()):
             self.bf16 = False  # TRL's default, True, needs an accelerator
+        if self.forward_layout not in LAYOUTS:
+            raise ValueError(f"forward_layout={self.forward_layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
+        if self.max_tokens_per_forward is not None and self.max_tokens_per_forward < 1:
+            raise ValueError(
+                f"max_tokens_per_forward={self.max_tokens_per_forward} must be a number of tokens, or None"
+            )
         if self.max_nonfinite_steps < 1:
             raise ValueError(f"max_nonfinite_steps={self.max_nonfinite_steps} must be at least 1")
         super().__post_init__()

@@ -18,16 +18,18 @@ from trl.trainer.utils import (
     unsplit_pixel_values_by_grid,
 )
 
-from ..objective import Metric, grpo_advantage, ppo_loss
+from ..objective import PROPORTIONAL_TO_ADVANTAGE, Metric, grpo_advantage, ppo_loss
 from ..objective.metrics import mean_metric
 from . import preflight
 from .callbacks import ActorMetricsCallback
 from .checkpoints import last_complete, read_marker, read_rank_state, remove_torn, write_marker, write_rank_state
 from .config import GRPOVerlConfig
+from .forward import Rows, Scores, choose_layout, row_lengths, score
+from .layout import CostModel, RowLength, exactly, packed_groups, padded_groups
 from .nonfinite import NonFiniteSteps, nonfinite_counts
 from .reference import frozen_copy, reference_is
 from .rewards import checked_reward
-from .windows import Batch, EpochSampler, Rollout, response_mask
+from .windows import Batch, EpochSampler, ForwardPlan, Rollout, Splitter, response_mask
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,12 @@ class GRPOVerlTrainer(GRPOTrainer):
         self._actor_metrics = ActorMetricsCallback(self, self._nonfinite)
         self.add_callback(self._actor_metrics)
         self._train_sampler: EpochSampler | None = None
+        base_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        self._layout, reason = choose_layout(args.forward_layout, base_model)
+        if reason is not None:
+            logger.warning("forward_layout=%r instead of 'packed': %s", self._layout, reason)
+        self._said_padded = False
+        self._cost = CostModel.of(base_model.config, self.accelerator.device.type)
         self._settle_dropout()
 
     @staticmethod
@@ -182,19 +190,36 @@ class GRPOVerlTrainer(GRPOTrainer):
         logged.extend(advantages.tolist())
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        """One micro-batch with the counts of its optimizer step, as `batch["batch_info"]`; `None` in evaluation."""
+        """One micro-batch, in training with the counts of its optimizer step and the plan of its forwards."""
         if not self.model.training:
             return self._generate_and_score_completions(generation_batch)
         steps = self.args.steps_per_generation
-        if self._rollout is None or self._step % (steps * self.num_iterations) == 0:
+        if self._rollout is None or self._step % self._cycle == 0:
             batch = self._generate_and_score_completions(generation_batch)
             if self.args.shuffle_mini_batches:
                 batch = unsplit_pixel_values_by_grid(shuffle_sequence_dict(split_pixel_values_by_grid(batch)))
-            self._rollout = Rollout.split(batch, steps, self.accelerator)
-        micro_batch, counts = self._rollout.micro_batch(
+            self._rollout = self._splitter().split(batch, self.accelerator)
+        return self._rollout.micro_batch(
             self._step % steps, self.args.gradient_accumulation_steps, self.current_gradient_accumulation_steps
         )
-        return {**micro_batch, "batch_info": counts}
+
+    def _splitter(self) -> Splitter:
+        objective = self.objective_config
+        other_terms = objective.use_kl_loss or objective.entropy_coeff != 0 or self.aux_loss_enabled
+        off_policy = self._cycle != self.args.gradient_accumulation_steps or self.use_vllm
+        return Splitter(
+            steps_per_generation=self.args.steps_per_generation,
+            accumulation=self.args.gradient_accumulation_steps,
+            cost=self._cost,
+            group=None if self._layout == "padded" else self._groups,
+            spare_zero_advantages=not other_terms and objective.policy_loss in PROPORTIONAL_TO_ADVANTAGE,
+            observe_spared=self.args.calculate_entropy or off_policy,
+        )
+
+    @property
+    def _cycle(self) -> int:
+        """Micro-batches from one generation to the next."""
+        return self.args.steps_per_generation * self.num_iterations
 
     # Update
 
@@ -221,7 +246,8 @@ class GRPOVerlTrainer(GRPOTrainer):
             ref_log_prob=inputs.get("ref_per_token_logps"),
             rollout_is_weights=inputs.get("importance_sampling_ratio"),
         )
-        metrics["entropy"] = mean_metric(entropy, response_mask(inputs))
+        if self.args.calculate_entropy or self.objective_config.entropy_coeff != 0:
+            metrics["entropy"] = mean_metric(entropy, response_mask(inputs))
         if self.model.training:
             metrics |= self._nonfinite_counts(inputs, log_prob, entropy)
         if aux_loss is not None:
@@ -232,18 +258,90 @@ class GRPOVerlTrainer(GRPOTrainer):
         self._actor_metrics.sums["train" if self.model.training else "eval"].add(metrics)
         return loss
 
-    def _forward(self, model: nn.Module, inputs: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _forward(self, model: nn.Module, inputs: Batch) -> Scores:
         """Log-probabilities and entropies `(B, T)` of the completions, nats, and the MoE auxiliary loss."""
         completions = inputs["completion_ids"]
-        return self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([inputs["prompt_ids"], completions], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            completions.size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-            **{key: inputs[key] for key in _MULTIMODAL_KEYS if key in inputs},
-        )
+        input_ids = torch.cat([inputs["prompt_ids"], completions], dim=1)
+        plan: ForwardPlan | None = inputs.get("plan")
+        if plan is None:
+            attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            return Scores(
+                *self._get_per_token_logps_and_entropies(
+                    model,
+                    input_ids,
+                    attention_mask,
+                    completions.size(1),
+                    compute_entropy=True,
+                    compute_aux_loss=self.aux_loss_enabled,
+                    **{key: inputs[key] for key in _MULTIMODAL_KEYS if key in inputs},
+                )
+            )
+        rows = Rows(input_ids, completions.size(1), plan.lengths)
+        packed = self._layout == "packed"
+        with self.accelerator.autocast():
+            scores = score(model, rows, plan.train, packed=packed, entropy=True, aux_loss=self.aux_loss_enabled)
+            if plan.observe:
+                with torch.no_grad():
+                    observed = score(model, rows, plan.observe, packed=packed, entropy=True)
+                # Each row is in one of the two, and 0 in the other
+                scores = Scores(
+                    scores.log_probs + observed.log_probs, scores.entropies + observed.entropies, scores.aux_loss
+                )
+        return scores
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **multimodal,
+    ):
+        """TRL's, without padding: the passes of the old policy and of the reference, and evaluation."""
+        if self._layout == "padded" or any(value is not None for value in multimodal.values()):
+            self._say_padded(multimodal)
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+                **multimodal,
+            )
+        lengths = row_lengths(attention_mask, logits_to_keep)
+        groups = self._groups(lengths, batch_size)
+        if self.accelerator.num_processes > 1:
+            count = torch.tensor([len(groups)], device=self.accelerator.device)
+            groups = exactly(groups, self.accelerator.gather(count).max().item())
+        with self.accelerator.autocast():
+            return score(
+                model,
+                Rows(input_ids, logits_to_keep, lengths),
+                groups,
+                packed=self._layout == "packed",
+                entropy=compute_entropy,
+                aux_loss=compute_aux_loss,
+            )
+
+    def _groups(self, lengths: list[RowLength], rows_at_a_time: int | None = None) -> list[list[int]]:
+        """Rows that share a forward, within the token budget."""
+        budget = self.args.max_tokens_per_forward
+        if budget is None and rows_at_a_time is not None:
+            budget = rows_at_a_time * max(n.total for n in lengths)
+        if self._layout == "packed":
+            return packed_groups(lengths, budget)
+        return padded_groups(lengths, self._cost, budget)
+
+    def _say_padded(self, multimodal: dict[str, Any]) -> None:
+        if self._layout != "padded" and not self._said_padded:
+            self._said_padded = True
+            given = sorted(name for name, value in multimodal.items() if value is not None)
+            logger.warning("inputs with %s go through the model padded, as in TRL (said once)", ", ".join(given))
 
     @staticmethod
     def _nonfinite_counts(inputs: Batch, log_prob: Tensor, entropy: Tensor) -> dict[str, Metric]:
@@ -322,7 +420,7 @@ class GRPOVerlTrainer(GRPOTrainer):
             )
         else:
             self._step = state["step"]
-        self._rollout = None if state["rollout"] is None else Rollout(**state["rollout"])
+        self._rollout = None if state["rollout"] is None else Rollout.from_state(state["rollout"])
         self._nonfinite.total = state["nonfinite_skips"]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -337,10 +435,9 @@ class GRPOVerlTrainer(GRPOTrainer):
         finally:
             self.args.save_total_limit = limit
         folder.mkdir(parents=True, exist_ok=True)  # on a node that saves nothing else
-        cycle = self.args.steps_per_generation * self.num_iterations
         state = {
             "step": self._step,
-            "rollout": self._rollout.state() if self._rollout is not None and self._step % cycle else None,
+            "rollout": self._rollout.state() if self._rollout is not None and self._step % self._cycle else None,
             "nonfinite_skips": self._nonfinite.total,
         }
         write_rank_state(folder, self.accelerator.process_index, state)
