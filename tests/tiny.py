@@ -1,6 +1,7 @@
 """A model of two small layers, a tokenizer of a few words and fixed uneven responses, for tests of the trainer."""
 
 import random
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 WORDS = [f"w{i}" for i in range(58)]
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<bos>"]
 LONGEST = 40
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -1,6 +1,9 @@
 """From micro-batch sums to the numbers of an optimizer step, in the logs and in users' callbacks."""
 
+import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
@@ -8,9 +11,12 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..objective import Metric
+from .forward import processed_tokens
 from .nonfinite import NonFiniteSteps
+from .windows import ForwardPlan
 
 Number = Tensor | float
+TOKENS = "perf/tokens"  # of the step; becomes perf/tokens_per_second
 
 
 class MetricSums:
@@ -61,6 +67,31 @@ def _on(device: torch.device, x: Number) -> Tensor:
     return x if isinstance(x, Tensor) else torch.full((), x, dtype=_sum_dtype(device), device=device)
 
 
+def forward_metrics(plan: ForwardPlan | None, attention_mask: Tensor, *, packed: bool) -> dict[str, Metric]:
+    """What a micro-batch's forwards ran through the model: its tokens, padding and rows without a backward.
+
+    Args:
+        plan: of its forwards; `None`: TRL's padded one.
+        attention_mask: `(B, P + C)`, 1 on each row's own tokens.
+        packed: rows end to end.
+    """
+    if plan is None:
+        rows, spared = len(attention_mask), 0
+        tokens = real = attention_mask.sum()
+        processed = attention_mask.numel()
+    else:
+        rows, spared = len(plan.lengths), plan.spared
+        tokens = sum(n.total for n in plan.lengths)
+        groups = [*plan.train, *plan.observe]
+        real = sum(plan.lengths[i].total for group in groups for i in group)
+        processed = processed_tokens(plan.lengths, groups, packed=packed)
+    return {
+        TOKENS: Metric(tokens, 0),
+        "perf/padding_fraction": Metric(processed - real, processed),
+        "perf/skipped_row_fraction": Metric(spared, rows),
+    }
+
+
 class StepMetricsCallback(TrainerCallback):
     """Base class for callbacks that read each optimizer step's metrics: override `on_step_metrics`.
 
@@ -76,6 +107,31 @@ class StepMetricsCallback(TrainerCallback):
         """
 
 
+class UpdateClock:
+    """Seconds of an optimizer step without those in which responses were generated and scored."""
+
+    def __init__(self):
+        self._started = time.perf_counter()
+        self._excluded = 0.0
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._started, self._excluded = time.perf_counter(), 0.0
+
+    @contextmanager
+    def excluding(self) -> Iterator[None]:
+        """What runs inside does not count."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._excluded += time.perf_counter() - start
+
+    def seconds(self) -> float:
+        """Since `start`, on the host; after a step's metrics were read the device has caught up."""
+        return time.perf_counter() - self._started - self._excluded
+
+
 class ActorMetricsCallback(TrainerCallback):
     """Puts the objective's metrics of each optimizer step into the logs, beside TRL's own, through `report_to`.
 
@@ -86,9 +142,15 @@ class ActorMetricsCallback(TrainerCallback):
         self._trainer = trainer
         self._nonfinite = nonfinite
         self.sums = defaultdict(MetricSums)  # by mode: "train" and "eval" never meet
+        self.clock = UpdateClock()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.clock.start()
 
     def on_step_end(self, args, state, control, **kwargs):
         metrics = self.sums["train"].reduce(self._trainer.accelerator)
+        if TOKENS in metrics:
+            metrics["perf/tokens_per_second"] = metrics.pop(TOKENS) / max(self.clock.seconds(), 1e-9)
         self._nonfinite.end_step(state.global_step, metrics)
         self.record("train", metrics)
         for callback in self._trainer.callback_handler.callbacks:
@@ -98,7 +160,8 @@ class ActorMetricsCallback(TrainerCallback):
 
     def finish_evaluation(self) -> None:
         """Put the metrics of the evaluation that ends into its log."""
-        self.record("eval", self.sums["eval"].reduce(self._trainer.accelerator))
+        metrics = self.sums["eval"].reduce(self._trainer.accelerator)
+        self.record("eval", {name: value for name, value in metrics.items() if not name.startswith("perf/")})
 
     def record(self, mode: str, metrics: dict[str, float]) -> None:
         """Hand reduced metrics to TRL's log buffer, which averages them over the logged steps."""

@@ -69,8 +69,16 @@ def row_lengths(attention_mask: Tensor, width: int) -> list[RowLength]:
     return [RowLength(*row) for row in counts.tolist()]
 
 
-def choose_layout(asked: str, model: nn.Module) -> tuple[str, str | None]:
+def choose_layout(asked: str, model: nn.Module, *, images: bool) -> tuple[str, str | None]:
     """The layout in force, and a reason to tell if it is not the one a user would expect.
+
+    Args:
+        asked: the setting, one of `LAYOUTS`.
+        model: decides by its attention implementation.
+        images: whether inputs may come with images, whose tensors are laid out for TRL's padded rows.
+
+    Raises:
+        ValueError: a layout that would be wrong for the model was asked for.
 
     Packing is right only where attention reads row boundaries from the positions, and pays only where it skips what
     lies between rows: varlen kernels. Dense attention would pay for the whole square.
@@ -86,6 +94,10 @@ def choose_layout(asked: str, model: nn.Module) -> tuple[str, str | None]:
             f"forward_layout='packed' is wrong for {type(model).__name__}: its recurrent layers carry state across the "
             f"rows of a pack; use 'auto' or 'grouped'"
         )
+    if images:
+        if asked in ("packed", "grouped"):
+            raise ValueError(f"forward_layout={asked!r} cannot carry images; use 'auto' or 'padded'")
+        return "padded", None if asked == "padded" else "inputs may have images, so rows are padded as in TRL"
     if asked != "auto":
         return asked, None
     if "flash" not in attention:

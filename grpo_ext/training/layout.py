@@ -86,6 +86,36 @@ def balanced_parts(lengths: Sequence[RowLength], parts: int, cost: CostModel) ->
     return cut(high * (1 + 1e-9)) or cut(sum(costs))
 
 
+def balanced_ranks(costs: Sequence[float], ranks: int, at_least: int) -> list[list[int]]:
+    """Deal rows out to ranks so that the dearest rank costs as little as may be: the dearest row to the cheapest rank.
+
+    Args:
+        costs: of the rows, all ranks' together.
+        ranks: how many.
+        at_least: rows that every rank needs.
+
+    Returns:
+        Indices of each rank's rows, ascending. The same on every rank that calls it with the same costs.
+
+    Raises:
+        ValueError: too few rows.
+    """
+    if len(costs) < ranks * at_least:
+        raise ValueError(f"{len(costs)} rows cannot give each of {ranks} ranks {at_least}")
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    spent = [0.0] * ranks
+    missing = ranks * at_least  # rows still owed
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    for position, row in enumerate(order):
+        must_pay_owed = len(order) - position <= missing
+        open_ranks = [r for r in range(ranks) if not must_pay_owed or len(dealt[r]) < at_least]
+        rank = min(open_ranks, key=lambda r: (spent[r], r))
+        missing -= len(dealt[rank]) < at_least
+        dealt[rank].append(row)
+        spent[rank] += costs[row]
+    return [sorted(rows) for rows in dealt]
+
+
 def padded_groups(lengths: Sequence[RowLength], cost: CostModel, max_tokens: int | None = None) -> list[list[int]]:
     """Group rows for forwards that pad each row to the longest of its group, at the least total cost.
 

@@ -21,7 +21,8 @@ from trl.trainer.utils import (
 from ..objective import PROPORTIONAL_TO_ADVANTAGE, Metric, grpo_advantage, ppo_loss
 from ..objective.metrics import mean_metric
 from . import preflight
-from .callbacks import ActorMetricsCallback
+from .adapters import require_one_adapter, saved_adapters_train
+from .callbacks import ActorMetricsCallback, forward_metrics
 from .checkpoints import last_complete, read_marker, read_rank_state, remove_torn, write_marker, write_rank_state
 from .config import GRPOVerlConfig
 from .forward import Rows, Scores, choose_layout, row_lengths, score
@@ -83,6 +84,7 @@ class GRPOVerlTrainer(GRPOTrainer):
                 f"and verl's objective keys"
             )
         self._check(args, model, train_dataset, kwargs.get("eval_dataset"), kwargs.get("environment_factory"))
+        require_one_adapter(model, kwargs.get("peft_config"))
 
         reference = None
         if args.use_kl_loss and isinstance(model, PreTrainedModel) and kwargs.get("peft_config") is None:
@@ -90,7 +92,7 @@ class GRPOVerlTrainer(GRPOTrainer):
         # TRL sets a reference up if `beta` is not 0, and only its own loss reads the value.
         beta, args.beta = args.beta, float(args.use_kl_loss)
         try:
-            with reference_is(reference):
+            with reference_is(reference), saved_adapters_train():
                 super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         finally:
             args.beta = beta
@@ -108,10 +110,9 @@ class GRPOVerlTrainer(GRPOTrainer):
         self.add_callback(self._actor_metrics)
         self._train_sampler: EpochSampler | None = None
         base_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        self._layout, reason = choose_layout(args.forward_layout, base_model)
+        self._layout, reason = choose_layout(args.forward_layout, base_model, images=self._is_vlm)
         if reason is not None:
-            logger.warning("forward_layout=%r instead of 'packed': %s", self._layout, reason)
-        self._said_padded = False
+            logger.warning("forward_layout is %r: %s", self._layout, reason)
         self._cost = CostModel.of(base_model.config, self.accelerator.device.type)
         self._settle_dropout()
 
@@ -195,7 +196,8 @@ class GRPOVerlTrainer(GRPOTrainer):
             return self._generate_and_score_completions(generation_batch)
         steps = self.args.steps_per_generation
         if self._rollout is None or self._step % self._cycle == 0:
-            batch = self._generate_and_score_completions(generation_batch)
+            with self._actor_metrics.clock.excluding():
+                batch = self._generate_and_score_completions(generation_batch)
             if self.args.shuffle_mini_batches:
                 batch = unsplit_pixel_values_by_grid(shuffle_sequence_dict(split_pixel_values_by_grid(batch)))
             self._rollout = self._splitter().split(batch, self.accelerator)
@@ -250,6 +252,8 @@ class GRPOVerlTrainer(GRPOTrainer):
             metrics["entropy"] = mean_metric(entropy, response_mask(inputs))
         if self.model.training:
             metrics |= self._nonfinite_counts(inputs, log_prob, entropy)
+            attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            metrics |= forward_metrics(inputs.get("plan"), attention_mask, packed=self._layout == "packed")
         if aux_loss is not None:
             # A property of the micro-batch's routing and not a sum over its tokens: averaged over micro-batches
             windows = self.current_gradient_accumulation_steps if self.model.training else 1
@@ -301,8 +305,7 @@ class GRPOVerlTrainer(GRPOTrainer):
         **multimodal,
     ):
         """TRL's, without padding: the passes of the old policy and of the reference, and evaluation."""
-        if self._layout == "padded" or any(value is not None for value in multimodal.values()):
-            self._say_padded(multimodal)
+        if self._layout == "padded":
             return super()._get_per_token_logps_and_entropies(
                 model,
                 input_ids,
@@ -336,12 +339,6 @@ class GRPOVerlTrainer(GRPOTrainer):
         if self._layout == "packed":
             return packed_groups(lengths, budget)
         return padded_groups(lengths, self._cost, budget)
-
-    def _say_padded(self, multimodal: dict[str, Any]) -> None:
-        if self._layout != "padded" and not self._said_padded:
-            self._said_padded = True
-            given = sorted(name for name, value in multimodal.items() if value is not None)
-            logger.warning("inputs with %s go through the model padded, as in TRL (said once)", ", ".join(given))
 
     @staticmethod
     def _nonfinite_counts(inputs: Batch, log_prob: Tensor, entropy: Tensor) -> dict[str, Metric]:

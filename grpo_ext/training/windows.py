@@ -17,7 +17,7 @@ from trl.trainer.utils import RepeatSampler, split_pixel_values_by_grid, unsplit
 
 from ..objective import BatchInfo
 from .forward import row_lengths
-from .layout import CostModel, RowLength, balanced_parts, exactly
+from .layout import CostModel, RowLength, balanced_parts, balanced_ranks, exactly
 
 Batch = dict[str, Any]
 
@@ -118,54 +118,90 @@ class Splitter:
     observe_spared: bool
 
     def split(self, batch: Batch, accelerator: Accelerator) -> Rollout:
-        """Split a generation batch and count it; one collective, on every rank, whatever the data.
+        """Split a generation batch and count it; the same collectives on every rank, whatever the data.
 
         Args:
             batch: TRL's scored generation batch of this rank.
-            accelerator: gathers the counts.
+            accelerator: exchanges rows and gathers the counts.
         """
-        free = self.group is not None and "pixel_values" not in batch
+        free = self.group is not None  # a setting and never the data, so that all ranks agree
         rows = len(batch["completion_ids"])
-        per_step = rows // self.steps_per_generation
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         lengths = row_lengths(attention, batch["completion_ids"].size(1))
-        zero = (batch["advantages"].view(rows, -1) == 0).all(1).tolist()
+        spared = [False] * rows
+        if self.spare_zero_advantages:
+            spared = (batch["advantages"].view(rows, -1) == 0).all(1).tolist()
+        per_window = rows // self.steps_per_generation * self.accumulation
+        windows = [list(range(first, first + per_window)) for first in range(0, rows, per_window)]
+        if free and accelerator.num_processes > 1:
+            batch, lengths, spared, windows = self._exchange(batch, lengths, spared, windows, accelerator)
+
         parts: list[list[int]] = []
-        for first in range(0, rows, per_step * self.accumulation):
-            window = list(range(first, first + per_step * self.accumulation))
+        for window in windows:
             if free:
                 chosen = balanced_parts([lengths[i] for i in window], self.accumulation, self.cost)
                 parts += [[window[i] for i in part] for part in chosen]
             else:
-                parts += [window[i : i + per_step] for i in range(0, len(window), per_step)]
-
+                size = per_window // self.accumulation
+                parts += [window[i : i + size] for i in range(0, per_window, size)]
         split = split_pixel_values_by_grid(batch)
         micro_batches = [unsplit_pixel_values_by_grid(take_rows(split, part)) for part in parts]
         plans: list[ForwardPlan | None] = [None] * len(parts)
         if free:
-            micro_batches = [
-                trimmed(micro, [lengths[i] for i in p]) for micro, p in zip(micro_batches, parts, strict=True)
-            ]
-            plans = [self._plan([lengths[i] for i in part], [zero[i] for i in part]) for part in parts]
+            plans = [self._plan([lengths[i] for i in part], [spared[i] for i in part]) for part in parts]
+            micro_batches = [trimmed(micro, plan.lengths) for micro, plan in zip(micro_batches, plans, strict=True)]
+        return self._counted(micro_batches, plans, accelerator)
 
-        counts = torch.stack([response_mask(micro).sum() for micro in micro_batches])
+    def _exchange(
+        self,
+        batch: Batch,
+        lengths: list[RowLength],
+        spared: list[bool],
+        windows: list[list[int]],
+        accelerator: Accelerator,
+    ) -> tuple[Batch, list[RowLength], list[bool], list[list[int]]]:
+        """Swap rows between ranks, inside each optimizer step, so that all ranks have about the same to do."""
+        rows, rank, ranks = len(lengths), accelerator.process_index, accelerator.num_processes
+        table = torch.tensor([[*n, s] for n, s in zip(lengths, spared, strict=True)], device=accelerator.device)
+        everywhere = accelerator.gather(table).tolist()  # row i of rank r is at r * rows + i
+        mine: list[list[int]] = []
+        for window in windows:
+            members = [r * rows + i for r in range(ranks) for i in window]
+            costs = [self._cost_of(RowLength(*everywhere[i][:2]), bool(everywhere[i][2])) for i in members]
+            mine.append([members[i] for i in balanced_ranks(costs, ranks, self.accumulation)[rank]])
+        gathered = {name: gathered_rows(name, batch[name], accelerator) for name in sorted(batch)}
+        batch = take_rows(gathered, [i for window in mine for i in window])
+        lengths = [RowLength(*everywhere[i][:2]) for window in mine for i in window]
+        spared = [bool(everywhere[i][2]) for window in mine for i in window]
+        ends = [sum(len(window) for window in mine[: k + 1]) for k in range(len(mine))]
+        return batch, lengths, spared, [list(range(end - len(w), end)) for end, w in zip(ends, mine, strict=True)]
+
+    def _cost_of(self, length: RowLength, spared: bool) -> float:
+        # A backward costs about two forwards
+        share = 1.0 if not spared else 1 / 3 if self.observe_spared else 0.0
+        return share * self.cost.row(length.total)
+
+    @staticmethod
+    def _counted(micro_batches: list[Batch], plans: list[ForwardPlan | None], accelerator: Accelerator) -> Rollout:
+        """Count tokens and rows over ranks, and let all ranks run equally many forwards."""
+        tokens = torch.stack([response_mask(micro).sum() for micro in micro_batches])
+        sizes = [len(micro["completion_ids"]) for micro in micro_batches]
         known = [
-            [len(part), len(p.train) if p else 0, len(p.observe) if p else 0]
-            for part, p in zip(parts, plans, strict=True)
+            [size, len(plan.train) if plan else 0, len(plan.observe) if plan else 0]
+            for size, plan in zip(sizes, plans, strict=True)
         ]
-        table = torch.cat([counts.long()[:, None], torch.tensor(known, device=counts.device)], 1)
+        table = torch.cat([tokens.long()[:, None], torch.tensor(known, device=tokens.device)], 1)
         everywhere = accelerator.gather(table[None])  # (ranks, micro-batches, 4)
-        if accelerator.num_processes > 1 and free:
+        if accelerator.num_processes > 1:
             # Sharded weights and broadcast buffers are gathered in each forward: all ranks must run equally many
             for plan, (train, observe) in zip(plans, everywhere[..., 2:].amax(0).tolist(), strict=True):
-                plan.train, plan.observe = exactly(plan.train, train), exactly(plan.observe, observe)
+                if plan is not None:
+                    plan.train, plan.observe = exactly(plan.train, train), exactly(plan.observe, observe)
         return Rollout(
             micro_batches, plans, everywhere[..., 0].sum(0), everywhere[..., 1].sum(0), accelerator.num_processes
         )
 
-    def _plan(self, lengths: list[RowLength], zero: list[bool]) -> ForwardPlan:
-        spare = [self.spare_zero_advantages and z for z in zero]
-
+    def _plan(self, lengths: list[RowLength], spare: list[bool]) -> ForwardPlan:
         def grouped(wanted: list[int]) -> list[list[int]]:
             return [[wanted[i] for i in group] for group in self.group([lengths[i] for i in wanted])]
 
@@ -173,6 +209,15 @@ class Splitter:
         observe = grouped([i for i, spared in enumerate(spare) if spared]) if self.observe_spared else []
         # Without any row to train on, a backward still needs a graph
         return ForwardPlan(lengths, train or [[]], observe, sum(spare))
+
+
+def gathered_rows(name: str, value: Any, accelerator: Accelerator) -> Any:
+    """All ranks' rows of one entry of a batch, rank by rank; scalars and `None` as they are."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    if value.ndim > 1:
+        value = accelerator.pad_across_processes(value, dim=1, pad_first=name.startswith("prompt_"))
+    return accelerator.gather(value)
 
 
 def take_rows(batch: Batch, rows: list[int]) -> Batch:
