@@ -10,15 +10,17 @@ With LoRA, from a config, one value changed on the command line:
 
 Every option of `GRPOVerlConfig` (verl's objective keys and TRL's settings) and of TRL's `ModelConfig` (--use_peft,
 --lora_r, --dtype, ...) is a flag and a YAML key. The run's folder receives log.jsonl (one line per log entry),
-completions/ (parquet, one file per log entry), settings.json, checkpoints, final/ (the model or adapter with its
-tokenizer), curves.png and summary.json.
+completions/ (parquet, one file per log entry), greedy_before.jsonl and greedy_after.jsonl (answers to the test problems),
+settings.json, checkpoints, final/ (the model or adapter with its tokenizer), curves.png and summary.json.
 """
 
 import json
 import logging
 import os
+import shutil
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -42,8 +44,7 @@ class TaskArguments:
         default="robust",
         metadata={
             "help": "How answers are scored: 'strict' (verl's, only after '#### '), 'flexible' (verl's, the last "
-            "number) or 'robust' (numeric comparison of the final answer).",
-            "choices": sorted(REWARDS),
+            "number) or 'robust' (numeric comparison of the final answer)."
         },
     )
     train_problems: int | None = field(default=None, metadata={"help": "Use so many training problems. None: all."})
@@ -103,17 +104,23 @@ def resume_choice(training_args, overwrite: bool) -> str | bool | None:
     return asked
 
 
-def main(task: TaskArguments, training_args, model_args) -> dict:
-    """Train, evaluate, save; returns what summary.json holds."""
+def prepare(task: TaskArguments, training_args, model_args):
+    """The trainer, its accuracy callback (`None` without test problems) and where it resumes.
+
+    Raises:
+        ValueError, OSError: a setting, a folder, the model or the data cannot be used.
+    """
+    from transformers import ProgressCallback
     from trl import get_peft_config, get_quantization_config
 
     from grpo_ext import GRPOVerlTrainer
     from grpo_ext.training.evaluation import GreedyAccuracyCallback
-    from grpo_ext.training.logbook import JsonlLogCallback
+    from grpo_ext.training.logbook import JsonlLogCallback, ShortProgressCallback
 
-    started = time.time()
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is not set; give a model, such as Qwen/Qwen2.5-0.5B-Instruct")
+    if task.reward not in REWARDS:
+        raise ValueError(f"reward={task.reward!r} is unknown; choose one of {', '.join(sorted(REWARDS))}")
     resume = resume_choice(training_args, task.overwrite)
     train_dataset, test_dataset = load_problems(task, training_args.seed)
     training_args.model_init_kwargs = {
@@ -123,15 +130,21 @@ def main(task: TaskArguments, training_args, model_args) -> dict:
         **(training_args.model_init_kwargs or {}),
     }
     folder = Path(training_args.output_dir)
-    trainer = GRPOVerlTrainer(
-        model=model_args.model_name_or_path,
-        reward_funcs=REWARDS[task.reward],
-        args=training_args,
-        train_dataset=train_dataset,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
-    main_process = trainer.accelerator.is_main_process
+    try:
+        trainer = GRPOVerlTrainer(
+            model=model_args.model_name_or_path,
+            reward_funcs=REWARDS[task.reward],
+            args=training_args,
+            train_dataset=train_dataset,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
+    except OSError as error:  # transformers' own text does not always name the model
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model_name_or_path={model_args.model_name_or_path!r} cannot be loaded: {reason}") from error
+    if not training_args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(ShortProgressCallback())
     trainer.add_callback(JsonlLogCallback(folder / "log.jsonl"))
     accuracy = None
     if test_dataset is not None:
@@ -139,30 +152,65 @@ def main(task: TaskArguments, training_args, model_args) -> dict:
             trainer, test_dataset, SCORES[task.reward], batch_size=task.eval_decoding_batch
         )
         trainer.add_callback(accuracy)
-    if main_process:
+    if trainer.accelerator.is_main_process:
+        if resume is None:
+            remove_earlier_run(folder)
         settings = {"task": asdict(task), "training": training_args.to_dict(), "model": asdict(model_args)}
         write_json(folder / "settings.json", settings)
+    return trainer, accuracy, resume
 
+
+def remove_earlier_run(folder: Path) -> None:
+    """Remove what an earlier run left, so that no later one resumes from its checkpoints or reports its results."""
+    if not (folder / "log.jsonl").exists():
+        return
+    for name in ("final", "completions", *(path.name for path in folder.glob("checkpoint-*"))):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("log.jsonl", "curves.png", "summary.json", "greedy_before.jsonl", "greedy_after.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Train, evaluate, save, and report in summary.json."""
+    started = time.time()
+    try:
+        task, training_args, model_args = make_parser().parse_args_and_config()
+        trainer, accuracy, resume = prepare(task, training_args, model_args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+    folder = Path(training_args.output_dir)
+    main_process = trainer.accelerator.is_main_process
+
+    def record() -> dict:
+        """Write what is known by now, so that a run that is cut short and resumed keeps its first accuracy."""
+        summary = read_summary(folder) if resume or accuracy is None else {"accuracy_before": accuracy.before}
+        if accuracy is not None:
+            summary["accuracy_after"] = accuracy.after
+            summary["eval_problems"] = len(next(iter(accuracy.completions.values()), []))
+        summary |= {"steps": trainer.state.global_step, "seconds": round(time.time() - started, 1)}
+        if main_process:
+            write_json(folder / "summary.json", summary)
+            for when, texts in (accuracy.completions if accuracy else {}).items():
+                lines = [json.dumps({"problem": i, "completion": text}) + "\n" for i, text in enumerate(texts)]
+                (folder / f"greedy_{when}.jsonl").write_text("".join(lines), encoding="utf-8")
+        return summary
+
+    if accuracy is not None:
+        accuracy.on_measured = record
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "final"))
-
-    summary_path = folder / "summary.json"
-    earlier = json.loads(summary_path.read_text()) if resume and summary_path.exists() else {}
-    summary = {
-        "accuracy_before": earlier.get("accuracy_before"),
-        "accuracy_after": None,
-        "steps": trainer.state.global_step,
-        "seconds": round(time.time() - started, 1),
-        "eval_problems": len(test_dataset) if test_dataset is not None else 0,
-    }
-    if accuracy is not None:
-        summary["accuracy_before"] = accuracy.before if accuracy.before is not None else summary["accuracy_before"]
-        summary["accuracy_after"] = accuracy.after
+    summary = record()
     if main_process:
-        write_json(summary_path, summary)
         report(folder, summary)
     trainer.end()
-    return summary
+
+
+def read_summary(folder: Path) -> dict:
+    """The summary so far of a run that is resumed."""
+    path = folder / "summary.json"
+    empty = {"accuracy_before": None, "accuracy_after": None, "eval_problems": 0}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else empty
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -171,6 +219,7 @@ def write_json(path: Path, content: dict) -> None:
 
 def report(folder: Path, summary: dict) -> None:
     """Draw the curves where matplotlib is installed, and say where everything lies."""
+    folder = folder.resolve()  # a script may have changed the folder that the reader is in
     try:
         from plot_run import plot_run
 
@@ -192,13 +241,15 @@ def make_parser():
 
     from grpo_ext import GRPOVerlConfig
 
-    return TrlParser((TaskArguments, GRPOVerlConfig, ModelConfig), description=__doc__.split("\n\n")[0])
+    return TrlParser(
+        (TaskArguments, GRPOVerlConfig, ModelConfig),
+        usage="%(prog)s [--config YAML] [--KEY VALUE ...]",  # argparse would list some 300 flags at each error
+        description=__doc__.split("\n\n")[0],
+    )
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    try:
-        parsed = make_parser().parse_args_and_config()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    main(*parsed)
+    # TRL 1.16 still sets and reads names that transformers 5.24 has changed
+    warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing` is deprecated", category=FutureWarning)
+    main()

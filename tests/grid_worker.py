@@ -16,21 +16,27 @@ from typing import Any
 
 import tiny
 import torch
-from accelerate.state import AcceleratorState
+from accelerate import DistributedType
+from accelerate.state import AcceleratorState, PartialState
 from peft import LoraConfig
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from grpo_ext import GRPOVerlConfig, GRPOVerlTrainer
 
-LR = 0.5
 GROUP = 4  # responses to a prompt
-RANKS = 2  # of the distributed cells
+# Steps of about the same size in all modes: the sums over tokens have larger gradients than the means.
+LEARNING_RATES = {
+    "token-mean": 0.5,
+    "seq-mean-token-sum": 0.5 / 13,
+    "seq-mean-token-sum-norm": 0.5 / 13 * tiny.LONGEST,
+    "seq-mean-token-mean": 0.5,
+    "token-sum": 0.5 / 106,
+}
 
 DEFAULTS = {
     "num_generations": GROUP,
     "max_completion_length": tiny.LONGEST,
-    "learning_rate": LR,
     "lr_scheduler_type": "constant",
     "optim": "sgd",
     "max_grad_norm": 0,
@@ -139,6 +145,21 @@ def noise(module: nn.Module, only: str) -> dict[str, torch.Tensor]:
     return values
 
 
+# DeepSpeed where there is no accelerator
+
+
+def allow_deepspeed_on_cpu() -> None:
+    """Let accelerate find several ranks and DeepSpeed together on CPUs, and DeepSpeed do without a compiler.
+
+    accelerate 1.15 finds CPU ranks only if told `cpu=True`, and then no DeepSpeed. DeepSpeed on CPUs compiles a kernel
+    for collectives, which takes minutes; without it they are gloo's.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+
+
 # A cell
 
 
@@ -170,6 +191,7 @@ def make_trainer(cell: dict[str, Any], folder: str) -> GRPOVerlTrainer:
     """The trainer of a cell, with the reference's (or the adapter's) weights in place."""
     backend = cell["backend"]
     settings = {**DEFAULTS, **sizes(cell), **cell.get("settings", {})}
+    settings.setdefault("learning_rate", LEARNING_RATES[settings.get("loss_agg_mode", "token-mean")])
     if backend.startswith("zero"):
         settings["deepspeed"] = deepspeed_config(int(backend[-1]), **cell.get("deepspeed", {}))
     else:
@@ -233,10 +255,12 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 def main(cells_path: str, results_path: str) -> None:
     """Run the cells of a JSON file on all ranks; the first one writes all ranks' forwards and its own results."""
+    allow_deepspeed_on_cpu()
     with open(cells_path, encoding="utf-8") as file:
         cells = json.load(file)
     results = {}
     for name, cell in cells.items():
+        print(f"cell: {name}", flush=True)
         result = run_cell(cell)
         everywhere = [None] * int(os.environ["WORLD_SIZE"])
         torch.distributed.all_gather_object(everywhere, (result["forwards"], result["after"]))

@@ -1,16 +1,19 @@
 """Runs that write down their prompts and completions, for test_resume.py and test_nonfinite.py.
 
-In a test's own process: `trainer(...)` and `outcome(...)`. As a script, alone or under torchrun:
+In a test's own process: `trainer(...)` and `outcome(...)`. As a script, alone or under torchrun, it does one job after
+another:
 
-    python tests/resume_worker.py '{"out": "run", "mode": "run", "settings": {"max_steps": 4}, "resume": "run/checkpoint-2"}'
+    python resume_worker.py '[{"out": "a", "settings": {"max_steps": 4}}, {"out": "b", "resume": "a/checkpoint-1"}]'
 """
 
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,11 +22,15 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     import conftest  # noqa: F401  (no network)
 
+import grid_worker
 import tiny
 import torch
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 
-from grpo_ext import GRPOVerlConfig, GRPOVerlTrainer
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from grpo_ext import POLICY_LOSSES, GRPOVerlConfig, GRPOVerlTrainer, register_policy_loss
 from grpo_ext.training.logbook import JsonlLogCallback
 
 STEPS = 10  # two and a half epochs of 8 prompts, unless a test says otherwise
@@ -47,6 +54,7 @@ SETTINGS = {
     "seed": 7,
 }
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+RANK = int(os.environ.get("RANK", "0"))
 
 
 def policy(kind: str):
@@ -73,19 +81,22 @@ def trainer(out, kind: str = "full", *, stream: bool = False, callbacks=(), **se
     out = Path(out)
 
     def reward(prompts, completion_ids, trainer_state, **kwargs):
-        rank = int(os.environ.get("RANK", "0"))
-        with (out / f"record_{rank}.jsonl").open("a") as file:
+        with (out / f"record_{RANK}.jsonl").open("a") as file:
             entry = {"step": trainer_state.global_step, "prompts": prompts, "completions": completion_ids}
             file.write(json.dumps(entry) + "\n")
         return tiny.length_reward(prompts, None, completion_ids)
 
+    settings = {**SETTINGS, **settings}
+    if "zero" in settings:
+        settings["deepspeed"] = grid_worker.deepspeed_config(settings.pop("zero"))
+        del settings["deepspeed"]["train_batch_size"]  # with `use_cpu` the ranks are counted too late for it
     data = tiny.prompts(8)
     out.mkdir(parents=True, exist_ok=True)
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     return GRPOVerlTrainer(
         policy(kind),
         reward,
-        GRPOVerlConfig(str(out), **{**SETTINGS, **settings}),
+        GRPOVerlConfig(str(out), **settings),
         data.to_iterable_dataset() if stream else data,
         processing_class=tiny.tokenizer(),
         callbacks=list(callbacks),
@@ -105,30 +116,79 @@ def records(out, rank: int = 0) -> list[dict]:
 
 
 def outcome(run: GRPOVerlTrainer) -> dict[str, torch.Tensor]:
-    """Every parameter, and the optimizer's state of each; under ZeRO-3 gathered, without the optimizer's."""
-    if run.is_deepspeed_enabled:
+    """Every parameter, and what the optimizer keeps; with DeepSpeed, of this rank's share."""
+    if not run.is_deepspeed_enabled:
+        state = list(run.optimizer.state_dict()["state"].values())
+        found = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    else:
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(list(run.model.parameters())):
-            found = {name: p.detach().float().clone() for name, p in run.model.named_parameters()}
-        for i, partition in enumerate(_partitions(run)):
-            for name, value in run.model_wrapped.optimizer.optimizer.state[partition].items():
-                if torch.is_tensor(value):
-                    found[f"partition {i} {name}"] = value.clone()
-        return found
-    found = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    for i, state in run.optimizer.state_dict()["state"].items():
-        found |= {f"optimizer {i} {name}": value.clone() for name, value in state.items() if torch.is_tensor(value)}
+        zero = run.model_wrapped.optimizer
+        shares = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+        state = [{"weights": share.detach(), **zero.optimizer.state[share]} for share in shares]
+        with deepspeed.zero.GatheredParameters([p for p in run.model.parameters() if hasattr(p, "ds_id")]):
+            found = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    for i, kept in enumerate(state):
+        found |= {f"optimizer {i} {name}": value.clone() for name, value in kept.items() if torch.is_tensor(value)}
     return found
-
-
-def _partitions(run: GRPOVerlTrainer) -> list[torch.Tensor]:
-    return [p for group in run.model_wrapped.optimizer.optimizer.param_groups for p in group["params"]]
 
 
 def differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
     """Names under which two outcomes are not the same, bit for bit (NaN is not the same as NaN)."""
     return [name for name in left | right if name not in left or name not in right or not left[name].equal(right[name])]
+
+
+def launch(jobs: list[dict], ranks: int = 1, *, fails: bool = False) -> str:
+    """Run this file on `ranks` processes; returns what it printed.
+
+    Args:
+        jobs: as `main` takes them.
+        fails: whether it has to fail, instead of having to succeed.
+    """
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *torchrun, __file__, json.dumps(jobs)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1200,
+    )
+    assert (done.returncode != 0) == fails, done.stdout[-6000:]
+    return done.stdout
+
+
+def result(out, rank: int = 0) -> dict:
+    """What a job of `launch` left: its `outcome`, `log` and `error`."""
+    return torch.load(Path(out) / f"result_{rank}.pt", weights_only=True)
+
+
+# Numbers that are not finite
+
+_SPOILED: dict = {}
+
+
+def spoil(run: GRPOVerlTrainer, steps: list[int], how: str = "gradient", rank: int = 0, value: float = math.nan) -> None:
+    """Make the gradient of the given optimizer steps (the first is 1) not finite, on one rank.
+
+    Args:
+        how: `gradient`, a hook on a parameter; or `loss`, the policy loss that is registered as `spoiled`.
+    """
+
+    def now() -> bool:
+        return RANK == rank and run.model.training and run.state.global_step + 1 in steps
+
+    _SPOILED.update(now=now, value=value)
+    if how == "gradient":
+        parameter = next(p for p in run.model.parameters() if p.requires_grad)
+        parameter.register_hook(lambda grad: torch.full_like(grad, value) if now() else grad)
+
+
+@register_policy_loss("spoiled")
+def spoiled(*args, **kwargs):
+    """`vanilla`, times something that is not finite when `spoil` says so."""
+    loss, metrics = POLICY_LOSSES["vanilla"](*args, **kwargs)
+    return loss * _SPOILED["value"] if _SPOILED["now"]() else loss, metrics
 
 
 # Kills
@@ -169,7 +229,7 @@ def attempt(job: dict, kill: dict | None) -> None:
     begun = any(out.glob("checkpoint-*/grpo_ext_complete.json"))
     (out / "attempts.jsonl").open("a").write(json.dumps({"kill": kill, "resumed": begun}) + "\n")
     run.train(resume_from_checkpoint=begun)
-    torch.save(outcome(run), out / "outcome.pt")
+    torch.save({"outcome": outcome(run)}, out / "result_0.pt")
 
 
 def killed_over_and_over(job: dict) -> None:
@@ -213,7 +273,7 @@ def killed_over_and_over(job: dict) -> None:
         if code == 0 and kill is None:
             break
         if code == 0:  # it ended before the kill: begin anew, the kills so far stay counted
-            (out / "outcome.pt").unlink()
+            (out / "result_0.pt").unlink()
             for folder in out.glob("checkpoint-*"):
                 shutil.rmtree(folder)
             continue
@@ -221,19 +281,44 @@ def killed_over_and_over(job: dict) -> None:
         kills += 1
         complete = list(out.glob("checkpoint-*/grpo_ext_complete.json"))
         print(json.dumps({"kill": kills, **kill, "complete": sorted(p.parent.name for p in complete)}), flush=True)
-    torch.save({"kills": kills}, out / "kills.pt")
+
+
+def run(job: dict) -> None:
+    """Train, or go on from `job["resume"]`; leaves the outcome and the log beside the record."""
+    out = Path(job["out"])
+    job_settings = job.get("settings", {})
+    found = trainer(out, job.get("kind", "full"), stream=job.get("stream", False), **job_settings)
+    if "spoil" in job:
+        spoil(found, **job["spoil"])
+    if RANK == job.get("kill", {}).get("rank"):
+        kill_at(job["kill"]["call"], job["kill"]["count"])
+    error = None
+    try:
+        found.train(resume_from_checkpoint=job.get("resume"))
+    except (FloatingPointError, ValueError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    left = {"outcome": outcome(found), "log": found.state.log_history, "error": error}
+    torch.save(left, out / f"result_{RANK}.pt")
+    if "RANK" in os.environ:
+        # TRL and accelerate keep the model's engine in a shared state: the next job starts afresh
+        found.accelerator.free_memory()
+        torch.distributed.barrier()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        unset_hf_deepspeed_config()
 
 
 def main() -> None:
-    """Do the job that the command line describes as JSON."""
-    job = json.loads(sys.argv[1])
-    if job["mode"] == "kills":
-        return killed_over_and_over(job)
-    rank = int(os.environ.get("RANK", "0"))
-    out = Path(job["out"])
-    run = trainer(out, job.get("kind", "full"), stream=job.get("stream", False), **job["settings"])
-    run.train(resume_from_checkpoint=job.get("resume"))
-    torch.save(outcome(run), out / f"outcome_{rank}.pt")
+    """Do the jobs that the command line describes as JSON."""
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        import deepspeed
+
+        # On CPUs it compiles a kernel for collectives, which takes minutes; without it they are gloo's
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for job in json.loads(sys.argv[1]):
+        killed_over_and_over(job) if "kills" in job else run(job)
+    if "RANK" in os.environ:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def test_scores_and_gradients_equal_plain_logits(attention, packed, budget):
 
 def test_only_labelled_positions_go_through_the_head():
     model = tiny.model()
-    ids, mask, width = padded_batch(ROWS)
+    ids, _, width = padded_batch(ROWS)
     add_fused_lm_head(model)
     seen = []
     from trl.trainer import utils

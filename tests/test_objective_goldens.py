@@ -97,7 +97,7 @@ def test_assembly(case):
         rows = part["rows"]
         length = part["padded_length"]
 
-        def take(name, *, grad=False):
+        def take(name, *, grad=False, rows=rows, length=length):
             values = tensor(inputs.get(name))
             return None if values is None else values[rows, :length].clone().requires_grad_(grad)
 

@@ -1,4 +1,4 @@
-"""What must not matter does not: garbage outside the mask, the split into micro-batches, the order of rows, the dtype."""
+"""What must not matter does not: garbage outside the mask, the split into micro-batches, the order of rows."""
 
 import math
 import subprocess

@@ -84,7 +84,7 @@ def test_rows_without_an_advantage_skip_the_backward_and_change_nothing(tmp_path
 
 @pytest.mark.parametrize("settings", [{"use_kl_loss": True}, {"entropy_coeff": 0.1}])
 def test_no_row_is_skipped_while_another_term_trains_it(tmp_path, settings):
-    trainer, _, steps = run(tmp_path, reward=half_flat, **settings)
+    _, _, steps = run(tmp_path, reward=half_flat, **settings)
     assert [step["perf/skipped_row_fraction"] for step in steps] == [0, 0]
 
 

@@ -14,7 +14,16 @@ from grpo_ext.objective import BatchInfo
 LR = 0.5
 
 
-def make(tmp_path, model=None, *, rollout=tiny.fixed_rollout, reward=tiny.length_reward, dataset=None, eval_dataset=None, **settings):
+def make(
+    tmp_path,
+    model=None,
+    *,
+    rollout=tiny.fixed_rollout,
+    reward=tiny.length_reward,
+    dataset=None,
+    eval_dataset=None,
+    **settings,
+):
     """A trainer that takes plain SGD steps on fixed responses."""
     args = GRPOVerlConfig(
         str(tmp_path),

@@ -10,8 +10,8 @@ def grpo_advantage(rewards: Tensor, num_generations: int, *, norm_adv_by_std_in_
     """Each reward against the other responses to its prompt: `(r - mean) / (std + 1e-6)`, with the unbiased std.
 
     Rows without a reward (NaN) are left out of their group's mean and std and get advantage 0. A group whose rewards
-    are all equal has advantage exactly 0. A group of one keeps its reward, over `1 + 1e-6` as in verl; a larger group of
-    which only one row has a reward has nothing to compare it with and gets 0.
+    are all equal has advantage exactly 0. A group of one keeps its reward, over `1 + 1e-6` as in verl; a larger group
+    of which only one row has a reward has nothing to compare it with and gets 0.
 
     Args:
         rewards: `(N,)`, in the order of the prompts: `num_generations` consecutive rows are one group. NaN: no reward.

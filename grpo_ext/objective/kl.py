@@ -51,7 +51,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kl_penalty: str) -> Tenso
     | `kl`, `k1` | `d` | 1 |
     | `abs` | `abs(d)` | `sign(d)` |
     | `mse`, `k2` | `d**2 / 2` | `d` |
-    | `low_var_kl`, `k3` | `clamp(exp(x) - x - 1, -10, 10)`, `x = clamp(-d, -20, 20)` | `1 - exp(-d)`, 0 outside a clamp |
+    | `low_var_kl`, `k3` | `clamp(exp(x) - x - 1, -10, 10)`, `x = clamp(-d, -20, 20)` | `1 - exp(-d)`; 0 at a clamp |
     | name + `+` | the named value | k2's: `d`, by the straight-through form |
 
     k1 and k3 have expectation KL, but their gradients do not have expectation grad KL; k2's does, hence the `+`.

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft import PeftConfig, PeftModel
+from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl.trainer import grpo_trainer
@@ -50,36 +52,37 @@ def load_adapter(path: str, *, is_trainable: bool, base: str | None = None, **mo
         model_init_kwargs.setdefault("revision", config.revision)
     try:
         model = create_model_from_path(base or named, **model_init_kwargs)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"the base model {base or named!r} of the adapter {path} cannot be loaded ({error}); correct "
             f"base_model_name_or_path in its adapter_config.json"
         ) from error
-    quantized = getattr(model, "is_quantized", False)
+    # ZeRO-3 cannot gather float32 adapters together with a bfloat16 base: deepspeedai/DeepSpeed#8072
+    autocast = getattr(model, "is_quantized", False) or not is_deepspeed_zero3_enabled()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
-            return PeftModel.from_pretrained(
-                model,
-                path,
-                is_trainable=is_trainable,
-                # ZeRO-3 cannot gather float32 adapters together with a bfloat16 base: deepspeedai/DeepSpeed#8072
-                autocast_adapter_dtype=quantized or not is_deepspeed_zero3_enabled(),
-                **hub,
+            model = PeftModel.from_pretrained(
+                model, path, is_trainable=is_trainable, autocast_adapter_dtype=autocast, **hub
             )
+            # Once more, since only this tells of weights that the base model has no place for
+            left = model.load_adapter(path, "default", is_trainable=is_trainable, **hub).unexpected_keys
+            if left:
+                raise ValueError(f"it has no place for {len(left)} of the adapter's weights, first {left[0]}")
         except (UserWarning, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"the adapter {path} cannot be put on {base or named!r} ({str(error)[:500]}); use the base model that "
                 f"it was trained on"
             ) from error
+    return model
 
 
 @contextmanager
 def saved_adapters_train() -> Iterator[None]:
     """Let TRL's constructor load the path of an adapter as a `PeftModel` that can be trained.
 
-    TRL 1.16 loads such a path with transformers' own adapter support: a model that is no `PeftModel`, whose adapter is
-    frozen. Inside its 600-line constructor only the loading is wrong, so only that is replaced.
+    TRL 1.16 looks for a model's config in such a folder and ends there; or, where one lies beside the adapter, makes a
+    model that is no `PeftModel`, whose adapter is frozen. Inside its 600-line constructor only the loading is replaced.
     """
     load = grpo_trainer.create_model_from_path
 
@@ -113,3 +116,20 @@ def require_one_adapter(model: Any, peft_config: PeftConfig | None) -> None:
         f"model is {given} and peft_config={type(peft_config).__name__} asks for a new adapter on top of it; drop "
         f"peft_config to train the adapter further, or merge it into its base model first (python -m grpo_ext.merge)"
     )
+
+
+@torch.no_grad()
+def complete_reference(model: nn.Module) -> None:
+    """Copy to the frozen reference adapter what TRL's constructor leaves out, if there is such an adapter.
+
+    TRL 1.16 copies the parameters with `.default.` in their names to the adapter `ref`. Where a kind keeps its weights
+    in a dict of parameters (LoRA of embeddings, IA3), the names end with `.default`, and the reference would begin as
+    another policy.
+    """
+    if not isinstance(model, PeftModel) or "ref" not in model.peft_config:
+        return
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        parts = name.split(".")
+        if "default" in parts:
+            parameters[".".join("ref" if part == "default" else part for part in parts)].copy_(parameter)

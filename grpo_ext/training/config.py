@@ -1,6 +1,7 @@
 """`GRPOVerlConfig`: TRL's training arguments with verl's objective keys."""
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass, field
 
@@ -89,8 +90,8 @@ class GRPOVerlConfig(GRPOConfig):
         default="auto",
         metadata={
             "help": "How rows go through the model: 'packed' end to end (verl: use_remove_padding), for attention with "
-            "row boundaries; 'grouped' with rows of similar length; 'padded' as TRL does; 'auto' chooses by the model's "
-            "attention."
+            "row boundaries; 'grouped' with rows of similar length; 'padded' as TRL does; 'auto' chooses by the "
+            "model's attention."
         },
     )
     max_tokens_per_forward: int | None = field(
@@ -103,8 +104,8 @@ class GRPOVerlConfig(GRPOConfig):
     calculate_entropy: bool = field(
         default=True,
         metadata={
-            "help": "Whether the entropy is logged when entropy_coeff is 0. False lets rows with advantage 0 skip their "
-            "forward too."
+            "help": "Whether the entropy is logged when entropy_coeff is 0. False lets rows with advantage 0 skip "
+            "their forward too."
         },
     )
     max_nonfinite_steps: int = field(
@@ -118,8 +119,8 @@ class GRPOVerlConfig(GRPOConfig):
     disable_dropout: bool = field(
         default=True,
         metadata={
-            "help": "Whether dropout is off in the policy and the reference. True, unlike TRL: with dropout on, old and "
-            "new log-probabilities differ before any update."
+            "help": "Whether dropout is off in the policy and the reference. True, unlike TRL: with dropout on, old "
+            "and new log-probabilities differ before any update."
         },
     )
     # TRL's default is True, and multiplies the KL term by the ratio. verl does not; refused below.
@@ -142,6 +143,10 @@ class GRPOVerlConfig(GRPOConfig):
             )
         if self.max_nonfinite_steps < 1:
             raise ValueError(f"max_nonfinite_steps={self.max_nonfinite_steps} must be at least 1")
+        # TRL 1.16 sets these by names that transformers 5.24 has given up, and each run would warn of it
+        for name in ("checkpointing", "checkpointing_kwargs"):
+            if getattr(self, f"activation_{name}") is None:
+                setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
         super().__post_init__()
         if self.deepspeed_plugin is not None:
             # Left out of a DeepSpeed config, clipping is 1.0 there, whatever max_grad_norm says
@@ -187,9 +192,9 @@ class GRPOVerlConfig(GRPOConfig):
         yield row(
             "loss_type",
             {
-                "grpo": "set loss_agg_mode='seq-mean-token-mean'",
-                "bnpo": "set loss_agg_mode='token-mean'",
-                "dr_grpo": "set loss_agg_mode='seq-mean-token-sum-norm' and norm_adv_by_std_in_grpo=False",
+                "grpo": "set loss_agg_mode='seq-mean-token-mean' instead",
+                "bnpo": "set loss_agg_mode='token-mean' instead",
+                "dr_grpo": "set loss_agg_mode='seq-mean-token-sum-norm' and norm_adv_by_std_in_grpo=False instead",
             }.get(self.loss_type, f"choose policy_loss among {', '.join(POLICY_LOSSES)}, and loss_agg_mode"),
         )
         scale_rewards = {True: "group", False: "none", "True": "group", "False": "none"}.get(
@@ -242,29 +247,38 @@ class GRPOVerlConfig(GRPOConfig):
                 f"num_generations={generations!r} must be at least 2: a response is scored against the others of its "
                 f"group"
             )
+        whole = self._steps_of_whole_groups() * rows
         if self.generation_batch_size is not None and self.generation_batch_size % rows:
-            below = self.generation_batch_size // rows * rows
+            below = self.generation_batch_size // whole * whole
             raise ValueError(
                 f"generation_batch_size={self.generation_batch_size} must be a multiple of "
                 f"per_device_train_batch_size x ranks = {self.per_device_train_batch_size} x {ranks} = {rows}; use "
-                f"{' or '.join(str(n) for n in (below, below + rows) if n)}"
+                f"{' or '.join(str(n) for n in (below, below + whole) if n)}"
             )
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         batch = self.generation_batch_size or rows * steps
         if batch % generations:
             divisors = [n for n in range(2, batch + 1) if batch % n == 0]
+            fitting = -(-batch // whole) * whole
             raise ValueError(
                 f"the generation batch of {batch} responses (per_device_train_batch_size "
                 f"{self.per_device_train_batch_size} x ranks {ranks} x steps_per_generation {batch // rows}) must be a "
                 f"multiple of num_generations={generations}; use num_generations among {divisors}, or a batch of "
-                f"{-(-batch // generations) * generations}"
+                f"{fitting} (steps_per_generation={fitting // rows})"
             )
+
+    def _steps_of_whole_groups(self) -> int:
+        """The least number of micro-batches that make whole optimizer steps and hold whole groups."""
+        rows = self.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
+        groups = self.num_generations // math.gcd(rows, self.num_generations)
+        return math.lcm(self.gradient_accumulation_steps, groups)
 
     def _refuse_windows_across_generations(self) -> None:
         """Refuse optimizer steps that span generations: their counts are unknown at their first backward."""
         accumulation, steps = self.gradient_accumulation_steps, self.steps_per_generation
         if steps % accumulation:
-            multiple = -(-steps // accumulation) * accumulation
+            whole = self._steps_of_whole_groups()
+            multiple = -(-steps // whole) * whole
             raise ValueError(
                 f"steps_per_generation={steps} must be a multiple of gradient_accumulation_steps={accumulation}, so "
                 f"that each optimizer step has all its responses before its first backward; use "

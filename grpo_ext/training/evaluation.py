@@ -86,6 +86,7 @@ class GreedyAccuracyCallback(TrainerCallback):
     Attributes:
         before, after: in [0, 1]; `None` until measured. A resumed run measures no `before`.
         completions: `{"before": [...], "after": [...]}`, the texts.
+        on_measured: called after each measurement, for a run that may be cut short between them.
     """
 
     def __init__(
@@ -101,13 +102,16 @@ class GreedyAccuracyCallback(TrainerCallback):
         self.before: float | None = None
         self.after: float | None = None
         self.completions: dict[str, list[str]] = {}
+        self.on_measured: Callable[[], None] = lambda: None
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
             self.before = self._measure("before")
+            self.on_measured()
 
     def on_train_end(self, args, state, control, **kwargs):
         self.after = self._measure("after")
+        self.on_measured()
 
     def _measure(self, when: str) -> float:
         texts = greedy_completions(

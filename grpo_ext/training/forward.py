@@ -214,14 +214,15 @@ def score(
     """
     shape = (len(rows.lengths), rows.width)
     log_probs, entropies, aux, weights, targets = [], [], [], [], []
-    idle = None
+    idle: list[tuple[Tensor | None, ...]] = []
     for group in groups:
         group_log_probs, group_entropies, group_aux = score_group(
             model, rows, group, packed=packed, with_mask=aux_loss, aux_loss=aux_loss
         )
         if not group:
-            # Attached to the graph, so that its backward runs on every rank, and worth nothing
-            idle = 0.0 * group_log_probs.sum() + (0.0 if idle is None else idle)
+            # Worth nothing, and attached to the graph output by output: its backward must visit the modules just as
+            # another rank's does, since ZeRO-3 gathers weights in that order
+            idle.append(tuple(x if x is None else 0.0 * x.sum() for x in (group_log_probs, group_entropies, group_aux)))
             continue
         log_probs.append(group_log_probs)
         entropies.append(group_entropies)
@@ -234,17 +235,16 @@ def score(
         empty = values.new_zeros(shape[0] * shape[1])
         return empty.index_put((torch.cat(targets).to(values.device),), values).view(shape)
 
-    if not log_probs:
-        nothing = rows.input_ids.new_zeros(shape, dtype=torch.float32)
-        attached = nothing if idle is None else nothing + idle
-        return Scores(attached, nothing if entropy else None, None if not aux_loss else attached.sum())
-    all_log_probs = spread(log_probs)
-    if idle is not None:
-        all_log_probs = all_log_probs + idle
+    nothing = rows.input_ids.new_zeros(shape, dtype=torch.float32)
+    all_log_probs = spread(log_probs) if log_probs else nothing
+    all_entropies = spread(entropies) if entropy and log_probs else nothing
+    all_aux = (
+        sum(a * w for a, w in zip(aux, weights, strict=True)) / sum(weights) if aux_loss and aux else nothing.sum()
+    )
     return Scores(
-        all_log_probs,
-        spread(entropies) if entropy else None,
-        sum(a * w for a, w in zip(aux, weights, strict=True)) / sum(weights) if aux_loss else None,
+        sum((outputs[0] for outputs in idle), start=all_log_probs),
+        sum((outputs[1] for outputs in idle), start=all_entropies) if entropy else None,
+        sum((outputs[2] for outputs in idle), start=all_aux) if aux_loss else None,
     )
 
 

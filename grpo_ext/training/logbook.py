@@ -1,9 +1,9 @@
-"""The run's log as a file of its own: one JSON object per line."""
+"""The run's log: all of it in a file of its own, one JSON object per line; the gist of it in the terminal."""
 
 import json
 from pathlib import Path
 
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
 
 
 def read_log(path: str | Path) -> list[dict]:
@@ -50,3 +50,18 @@ class JsonlLogCallback(TrainerCallback):
         if state.is_world_process_zero and logs:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+class ShortProgressCallback(ProgressCallback):
+    """The trainer's progress bar with the last reward and clip fraction on it, in place of every metric at each log."""
+
+    SHOWN = (("reward", "reward"), ("clipped", "actor/pg_clipfrac"))
+
+    def __init__(self):
+        super().__init__()
+        self._last: dict[str, str] = {}
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.training_bar is not None:
+            self._last |= {label: f"{logs[name]:.3f}" for label, name in self.SHOWN if name in (logs or {})}
+            self.training_bar.set_postfix(self._last, refresh=False)  # shown with the next step

@@ -27,16 +27,22 @@ class NonFiniteSteps:
     """Counts skipped optimizer steps and remembers where the present row of them began.
 
     Attributes:
-        total: skipped steps of the run; saved with checkpoints.
+        total: skipped steps of the run.
     """
 
     def __init__(self, limit: int):
         """`limit`: skipped steps in a row that end the run."""
         self._limit = limit
-        self.total = 0
-        self._in_a_row = 0
-        self._first: str | None = None
         self._skipped = False
+        self.load_state({"total": 0, "in_a_row": 0, "first": None})
+
+    def state(self) -> dict[str, int | str | None]:
+        """What a checkpoint keeps."""
+        return {"total": self.total, "in_a_row": self._in_a_row, "first": self._first}
+
+    def load_state(self, state: dict[str, int | str | None]) -> None:
+        """The inverse of `state`."""
+        self.total, self._in_a_row, self._first = state["total"], state["in_a_row"], state["first"]
 
     def drop_gradient(self, model: nn.Module) -> None:
         """Skip the coming `optimizer.step()`: parameters without a gradient are left alone, and so is their state."""

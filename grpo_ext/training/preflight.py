@@ -79,12 +79,13 @@ def require_full_batches(dataset: Any, args: GRPOVerlConfig) -> None:
 
 
 def require_trainable(model: nn.Module) -> None:
-    """Fail if no parameter of the model would be trained.
+    """Fail if no parameter of the model would be trained; those of an adapter that is not active would not be.
 
     Raises:
         ValueError: says how an adapter is loaded for training.
     """
-    if any(parameter.requires_grad for parameter in model.parameters()):
+    idle = set(model.peft_config) - set(model.active_adapters) if isinstance(model, PeftModel) else set()
+    if any(p.requires_grad and idle.isdisjoint(name.split(".")) for name, p in model.named_parameters()):
         return
     if isinstance(model, PeftModel):
         raise ValueError(

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import IterableDataset
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer.utils import (
     get_config_model_id,
@@ -21,9 +22,17 @@ from trl.trainer.utils import (
 from ..objective import PROPORTIONAL_TO_ADVANTAGE, Metric, grpo_advantage, ppo_loss
 from ..objective.metrics import mean_metric
 from . import preflight
-from .adapters import require_one_adapter, saved_adapters_train
+from .adapters import complete_reference, require_one_adapter, saved_adapters_train
 from .callbacks import ActorMetricsCallback, forward_metrics
-from .checkpoints import last_complete, read_marker, read_rank_state, remove_torn, write_marker, write_rank_state
+from .checkpoints import (
+    last_usable,
+    make_room,
+    read_marker,
+    read_rank_state,
+    remove_older,
+    write_marker,
+    write_rank_state,
+)
 from .config import GRPOVerlConfig
 from .forward import Rows, Scores, choose_layout, row_lengths, score
 from .layout import CostModel, RowLength, exactly, packed_groups, padded_groups
@@ -96,6 +105,7 @@ class GRPOVerlTrainer(GRPOTrainer):
                 super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         finally:
             args.beta = beta
+        complete_reference(self.model)
         preflight.require_trainable(self.model)
 
         self.objective_config = args.objective_config()
@@ -109,6 +119,8 @@ class GRPOVerlTrainer(GRPOTrainer):
         self._actor_metrics = ActorMetricsCallback(self, self._nonfinite)
         self.add_callback(self._actor_metrics)
         self._train_sampler: EpochSampler | None = None
+        self._epoch, self._epoch_start = 0, 0  # the latter counts micro-batches, as `_step` does
+        self._resumed_at: tuple[int, int] | None = None  # epoch, micro-batches of it
         base_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         self._layout, reason = choose_layout(args.forward_layout, base_model, images=self._is_vlm)
         if reason is not None:
@@ -248,6 +260,9 @@ class GRPOVerlTrainer(GRPOTrainer):
             ref_log_prob=inputs.get("ref_per_token_logps"),
             rollout_is_weights=inputs.get("importance_sampling_ratio"),
         )
+        # The gradient of a clamp at NaN is 0: a NaN reference or old policy would pass for a finite gradient
+        counted = torch.where(response_mask(inputs).bool(), log_prob, 0.0)
+        loss = loss + 0.0 * loss.detach() * counted.sum()
         if self.args.calculate_entropy or self.objective_config.entropy_coeff != 0:
             metrics["entropy"] = mean_metric(entropy, response_mask(inputs))
         if self.model.training:
@@ -357,10 +372,11 @@ class GRPOVerlTrainer(GRPOTrainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """TRL's, and the place where a step with a gradient that is not finite is skipped, as verl does.
 
-        DeepSpeed has skipped it already; with float16 the loss scaler expects such steps and skips them itself.
+        DeepSpeed has skipped it already; with float16 a loss scaler (DeepSpeed has its own) expects such steps and skips
+        them itself.
         """
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if self.accelerator.scaler is None and not math.isfinite(float(grad_norm)):
+        if self.accelerator.mixed_precision != "fp16" and not math.isfinite(float(grad_norm)):
             self._nonfinite.drop_gradient(model)
         return grad_norm
 
@@ -374,12 +390,16 @@ class GRPOVerlTrainer(GRPOTrainer):
             kwargs: as `transformers.Trainer.train` takes them.
 
         Raises:
-            ValueError: the checkpoint was cut short, or lies inside a generation cycle of another batch geometry.
+            ValueError: the checkpoint was cut short, was written with another number of ranks, or lies inside a
+                generation cycle of another batch geometry.
         """
-        self._step, self._rollout = 0, None
+        self._step, self._rollout, self._resumed_at = 0, None, None
+        self._nonfinite.load_state(NonFiniteSteps(0).state())
         if resume_from_checkpoint:
             explicit = resume_from_checkpoint is not True
-            folder = Path(resume_from_checkpoint) if explicit else last_complete(self.args.output_dir)
+            folder = (
+                Path(resume_from_checkpoint) if explicit else last_usable(self.args.output_dir, self._changed_settings)
+            )
             self._restore(folder)
             resume_from_checkpoint = str(folder)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -398,32 +418,41 @@ class GRPOVerlTrainer(GRPOTrainer):
             **{name: getattr(self.args, name) for name in names},
         }
 
-    def _restore(self, folder: Path) -> None:
-        written, present = read_marker(folder)["geometry"], self._geometry()
+    def _changed_settings(self, folder: Path) -> list[str]:
+        """Which settings of a checkpoint differ from the present ones; raises `ValueError` if it cannot be resumed."""
+        facts, present = read_marker(folder), self._geometry()
+        written = facts["geometry"]
         changed = [
             f"{name} {written[name]} then, {present[name]} now" for name in present if written[name] != present[name]
         ]
         if written["ranks"] != present["ranks"]:
             raise ValueError(f"{folder} cannot be resumed exactly: {'; '.join(changed)}; use the same settings")
-        state = read_rank_state(folder, self.accelerator.process_index, self.accelerator.device)
-        if changed and state["rollout"] is not None:
+        if changed and facts["inside_cycle"]:
             raise ValueError(
                 f"{folder} lies inside a generation cycle and cannot be resumed with other settings: "
                 f"{'; '.join(changed)}; use the same ones"
             )
+        return changed
+
+    def _restore(self, folder: Path) -> None:
+        changed = self._changed_settings(folder)
+        state = read_rank_state(folder, self.accelerator.process_index, self.accelerator.device)
         if changed:
             logger.warning(
                 "%s was written with other settings, so the run goes on differently: %s", folder, "; ".join(changed)
             )
         else:
-            self._step = state["step"]
+            self._step, self._resumed_at = state["step"], (state["epoch"], state["batches"])
         self._rollout = None if state["rollout"] is None else Rollout.from_state(state["rollout"])
-        self._nonfinite.total = state["nonfinite_skips"]
+        self._nonfinite.load_state(state["nonfinite"])
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.save_only_model:  # and nothing to resume from
+            super()._save_checkpoint(model, trial)
+            return
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
-            remove_torn(folder)
+            make_room(folder)
         self.accelerator.wait_for_everyone()
         # Older checkpoints may go only once this one is complete, so the Trainer must not remove them before
         limit, self.args.save_total_limit = self.args.save_total_limit, None
@@ -432,16 +461,22 @@ class GRPOVerlTrainer(GRPOTrainer):
         finally:
             self.args.save_total_limit = limit
         folder.mkdir(parents=True, exist_ok=True)  # on a node that saves nothing else
+        inside_cycle = self._rollout is not None and self._step % self._cycle != 0
         state = {
             "step": self._step,
-            "rollout": self._rollout.state() if self._rollout is not None and self._step % self._cycle else None,
-            "nonfinite_skips": self._nonfinite.total,
+            "epoch": self._epoch,
+            "batches": self._step - self._epoch_start,
+            "rollout": self._rollout.state() if inside_cycle else None,
+            "nonfinite": self._nonfinite.state(),
         }
         write_rank_state(folder, self.accelerator.process_index, state)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            write_marker(folder, {"step": self.state.global_step, "geometry": self._geometry()})
-            rotate_checkpoints(str(folder.parent), limit, self.state.best_model_checkpoint, use_mtime=True)
+            facts = {"step": self.state.global_step, "inside_cycle": inside_cycle, "geometry": self._geometry()}
+            write_marker(folder, facts)
+        self.accelerator.wait_for_everyone()  # complete on every node
+        if self.args.should_save:
+            remove_older(folder, limit, self.state.best_model_checkpoint)
 
     # The order of prompts depends on the epoch alone
 
@@ -456,9 +491,21 @@ class GRPOVerlTrainer(GRPOTrainer):
         )
         return self._train_sampler
 
+    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
+        """The Trainer's; it takes a stream, whose epochs have no known length, to be still in its first."""
+        position = super()._init_training_state(*args, **kwargs)
+        streamed = isinstance(self.train_dataset, IterableDataset) and not self.args.ignore_data_skip
+        return self._resumed_at if streamed and self._resumed_at is not None else position
+
     def _run_epoch(self, *, epoch: int, **kwargs) -> None:
+        if self.state.global_step >= self.state.max_steps:  # the last checkpoint was resumed; the Trainer would go on
+            self.control.should_training_stop = True
+            return
         if self._train_sampler is not None:
             self._train_sampler.epoch = epoch
+        resumed = kwargs["resume_from_checkpoint"] is not None and epoch == kwargs["epochs_trained"]
+        self._epoch = epoch
+        self._epoch_start = self._step - (kwargs["steps_trained_in_current_epoch"] if resumed else 0)
         super()._run_epoch(epoch=epoch, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
