@@ -52,7 +52,7 @@ EXTRAS = {
         "rollout": "one row",
         "settings": {"mask_truncated_completions": True, "forward_layout": "packed"},
     },
-    # As 4x1 the ranks have 3 and 2 forwards' worth of rows in packs of 24, and 2 and 3 in groups of 40
+    # As 4x1 the ranks' rows fill 2 and 3 forwards, and both must run 3
     "small forwards": {"settings": {"max_tokens_per_forward": 40}},
     "small packed forwards": {"settings": {"max_tokens_per_forward": 24, "forward_layout": "packed"}},
     "packed": {"settings": {"forward_layout": "packed"}},
@@ -68,7 +68,7 @@ EXTRAS = {
     # The KL term is k2: the gradient of k3 jumps from 13 to 0 where its clamp begins, and a token near it falls on
     # either side by rounding
     "bf16": {"settings": {"bf16": True, "kl_loss_type": "k2"}},
-    # Gradients have a norm of about 3; without `gradient_clipping` DeepSpeed would clip at 1, here and in all the others
+    # Gradients have a norm of about 3; left out, DeepSpeed's `gradient_clipping` is 1, here and in all the others
     "clipped": {"settings": {"max_grad_norm": 0.1, "learning_rate": 5.0}},
     "clipped, auto": {
         "settings": {"max_grad_norm": 0.1, "learning_rate": 5.0},

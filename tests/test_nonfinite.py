@@ -172,7 +172,7 @@ register_policy_loss("nan: inf")(_with(lambda loss, log_prob: loss.abs() + math.
     ids=lambda settings: settings.get("kl_loss_type") or settings["policy_loss"],
 )
 def test_a_loss_that_is_not_finite_is_a_bad_step(tmp_path, settings):
-    """By itself the gradient is finite of `plus`, `constant`, `clamped` and `inf`, and of k1, abs and k3."""
+    """By itself the gradient is finite of `plus`, `constant` and `inf`, and of k1, abs and k3."""
     trainer = worker.trainer(tmp_path, max_steps=3, save_strategy="no", **settings)
     if "policy_loss" in settings:
         worker.spoil(trainer, [2], "loss")

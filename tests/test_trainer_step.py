@@ -345,6 +345,8 @@ def test_evaluation_has_its_own_metrics_and_touches_no_training_state(tmp_path):
     plain, plain_steps = run()
     evaluated, steps = run(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8)
     assert torch.equal(parameters(plain.model), parameters(evaluated.model))
+    for step in (*steps.steps, *plain_steps.steps):
+        assert step.pop("perf/tokens_per_second") > 0  # the one number that time decides
     assert steps.steps == plain_steps.steps
     entries = [entry for entry in evaluated.state.log_history if "eval_loss" in entry]
     assert len(entries) == 2
