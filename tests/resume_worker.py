@@ -168,7 +168,9 @@ def result(out, rank: int = 0) -> dict:
 _SPOILED: dict = {}
 
 
-def spoil(run: GRPOVerlTrainer, steps: list[int], how: str = "gradient", rank: int = 0, value: float = math.nan) -> None:
+def spoil(
+    run: GRPOVerlTrainer, steps: list[int], how: str = "gradient", rank: int = 0, value: float = math.nan
+) -> None:
     """Make the gradient of the given optimizer steps (the first is 1) not finite, on one rank.
 
     Args:

@@ -134,7 +134,7 @@ QUICK_TWO = [
 ]
 FULL = [
     *itertools.product(VARIANTS, LOSS_AGG_MODES),
-    *itertools.product(EXTRAS, ("token-mean", "seq-mean-token-mean")),
+    *itertools.product(EXTRAS, ("token-mean",)),
 ]
 
 
@@ -166,10 +166,13 @@ def run_on_two_ranks(cells: dict[str, dict], folder: Path, timeout: float) -> di
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """The results of the covering subset on two ranks."""
-    cells = {name_of(key): cell(*key) for key in QUICK_TWO}
-    return run_on_two_ranks(cells, tmp_path_factory.mktemp("grid"), timeout=600)
+def two_ranks(request, tmp_path_factory):
+    """The results of the covering subset on two ranks, or of the part of it that pytest selected."""
+    keys = [item.callspec.params["key"] for item in request.session.items if item.originalname == "test_two_ranks"]
+    # ZeRO-3 replaces `torch.nn.functional.linear` for good, which shows in bfloat16: DDP comes first
+    keys.sort(key=lambda key: BACKENDS.index(key[2]))
+    cells = {name_of(key): cell(*key) for key in keys}
+    return run_on_two_ranks(cells, tmp_path_factory.mktemp("grid"), timeout=900)
 
 
 def parameter_gap(result: dict, expected: dict) -> float:

@@ -201,7 +201,7 @@ def test_what_is_masked_may_be_nan(tmp_path):
 
 
 def test_the_last_good_checkpoint_stays_and_the_count_goes_on(tmp_path):
-    """The run ends, and is resumed with another seed of trouble: the skips before it still count, and so does the row."""
+    """A run that was resumed counts on, the steps skipped in all as well as those in a row; a new one from 0."""
     settings = {"max_steps": 8, "save_total_limit": 1, "max_nonfinite_steps": 3}
     trainer = worker.trainer(tmp_path, **settings)
     worker.spoil(trainer, [2, 4, 5, 6])

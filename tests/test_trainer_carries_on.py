@@ -1,6 +1,7 @@
 """What TRL offers beside the loss still works, and enters the objective where it should."""
 
 import copy
+import inspect
 
 import pytest
 import tiny
@@ -8,16 +9,22 @@ import torch
 from datasets import IterableDataset
 from test_trainer_step import LR, Recorder, log_probs_and_entropy, make, padded, parameters, relative_gap, rows_of
 from transformers import MixtralConfig, MixtralForCausalLM
+from trl import GRPOTrainer
 
 from grpo_ext import GRPOVerlTrainer, ObjectiveConfig, ppo_loss
 from grpo_ext.objective import BatchInfo
 from grpo_ext.training.windows import take_rows, trimmed
 
 
+def test_the_constructor_is_trls():
+    ours, trls = (list(inspect.signature(cls.__init__).parameters) for cls in (GRPOVerlTrainer, GRPOTrainer))
+    assert ours == trls
+
+
 @pytest.mark.parametrize("shape", ["token", "sequence"])
 def test_the_samplers_importance_ratio_weighs_the_policy_loss(tmp_path, monkeypatch, shape):
     """vLLM's ratio, `(B, T)` or `(B, 1)`, becomes `rollout_is_weights`."""
-    generate = GRPOVerlTrainer.__mro__[1]._generate_and_score_completions
+    generate = GRPOTrainer._generate_and_score_completions
 
     def with_ratio(self, inputs):
         batch = generate(self, inputs)
@@ -25,7 +32,7 @@ def test_the_samplers_importance_ratio_weighs_the_policy_loss(tmp_path, monkeypa
         ratio = 0.5 + (ids % 3).float() if shape == "token" else 0.5 + (ids[:, :1] % 3).float()
         return {**batch, "importance_sampling_ratio": ratio}
 
-    monkeypatch.setattr(GRPOVerlTrainer.__mro__[1], "_generate_and_score_completions", with_ratio)
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", with_ratio)
     model = tiny.model()
     start = copy.deepcopy(model)
     trainer = make(tmp_path, model, per_device_train_batch_size=2, gradient_accumulation_steps=4)

@@ -35,7 +35,7 @@ def grpo_advantage(rewards: Tensor, num_generations: int, *, norm_adv_by_std_in_
     if num_generations == 1:
         return torch.nan_to_num(rewards, nan=0.0) / (1 + _STD_EPS if norm_adv_by_std_in_grpo else 1)
     groups = rewards.view(-1, num_generations)
-    scored = ~groups.isnan()
+    scored = ~groups.isnan()  # README, departure 6
     count = scored.sum(-1, keepdim=True)
     kept = torch.where(scored, groups, groups.new_zeros(()))
     mean = kept.sum(-1, keepdim=True) / count.clamp(min=1)
@@ -45,7 +45,7 @@ def grpo_advantage(rewards: Tensor, num_generations: int, *, norm_adv_by_std_in_
         advantages = centered / (std + _STD_EPS)
     else:
         advantages = centered
-    # The mean of equal floats need not equal them, and their tiny std would blow the noise up (verl: 0.056).
+    # The mean of equal floats need not equal them, and their tiny std would blow the noise up (README, departure 5)
     infinity = groups.new_tensor(float("inf"))
     highest = torch.where(scored, groups, -infinity).amax(-1, keepdim=True)
     lowest = torch.where(scored, groups, infinity).amin(-1, keepdim=True)

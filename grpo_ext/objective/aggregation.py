@@ -75,6 +75,7 @@ def agg_metric(
             f"on all ranks; one rank's own count would weight the ranks wrongly"
         )
     counted = loss_mask.bool()
+    # At least 1, so that an empty tensor gives 0 and not NaN (README, departure 1)
     tokens = counted.sum().clamp(min=1) if batch_num_tokens is None else _at_least_one(batch_num_tokens)
     rows = counted.any(-1).sum().clamp(min=1) if global_batch_size is None else _at_least_one(global_batch_size)
     scale = loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor

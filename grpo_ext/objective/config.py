@@ -97,7 +97,7 @@ class ObjectiveConfig:
             raise ValueError(f"entropy_coeff={self.entropy_coeff!r} must be a finite number, such as 0.0")
         if not _is_number(self.kl_loss_coef) or self.kl_loss_coef < 0:
             raise ValueError(f"kl_loss_coef={self.kl_loss_coef!r} must be a finite number >= 0, such as 0.001")
-        # verl's own recipes write use_kl_loss=False with kl_loss_coef=0.0, so 0 passes.
+        # README, departure 8. verl's own recipes write use_kl_loss=False with kl_loss_coef=0.0, so 0 passes.
         if not self.use_kl_loss and self.kl_loss_coef not in (0, DEFAULT_KL_LOSS_COEF):
             raise ValueError(
                 f"kl_loss_coef={self.kl_loss_coef!r} has no effect with use_kl_loss=False; set use_kl_loss=True, or "
@@ -113,7 +113,7 @@ class ObjectiveConfig:
 
     @property
     def clip_low(self) -> float:
-        """The lower epsilon in force."""
+        """The lower epsilon in force (README, departure 7)."""
         return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
 
     @property

@@ -12,7 +12,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def keep(x: Tensor, mask: Tensor) -> Tensor:
     """`x` under the mask and 0 elsewhere, with zero gradient elsewhere.
 
-    `torch.where` and not a product: 0 * NaN is NaN, in the backward pass too.
+    `torch.where` and not a product: 0 * NaN is NaN, in the backward pass too (README, departure 2).
 
     Args:
         x: `(B, T)`, any floating dtype; bfloat16 and float16 come back as float32.

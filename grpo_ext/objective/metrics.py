@@ -9,7 +9,7 @@ from .masking import masked_sum
 
 @dataclass(frozen=True)
 class Metric:
-    """`total / max(count, 1)`, kept apart so that micro-batches and ranks combine exactly.
+    """`total / max(count, 1)`, kept apart so that micro-batches and ranks combine exactly (README, departure 4).
 
     Two kinds. A *mean* (`share=False`) carries this micro-batch's own sum and count: the optimizer step's value is
     `sum of totals / sum of counts`. A *share* (`share=True`) carries a count that already spans the optimizer step

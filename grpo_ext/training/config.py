@@ -115,7 +115,7 @@ class GRPOVerlConfig(GRPOConfig):
         },
     )
 
-    # TRL's default is False. With dropout the ratio differs from 1 before any update; verl runs without it.
+    # README, departure 12. TRL's default is False. With dropout the ratio differs from 1 before any update; verl runs without it.
     disable_dropout: bool = field(
         default=True,
         metadata={
@@ -123,7 +123,7 @@ class GRPOVerlConfig(GRPOConfig):
             "and new log-probabilities differ before any update."
         },
     )
-    # TRL's default is True, and multiplies the KL term by the ratio. verl does not; refused below.
+    # README, departure 11. TRL's default is True, and multiplies the KL term by the ratio. verl does not; refused below.
     use_bias_correction_kl: bool = field(
         default=False,
         metadata={"help": "Not available: it multiplies the KL term by the ratio, which verl does not. Leave False."},
@@ -156,6 +156,7 @@ class GRPOVerlConfig(GRPOConfig):
     def objective_config(self) -> ObjectiveConfig:
         """The settings of `ppo_loss`, with `loss_scale_factor=None` resolved to `max_completion_length` tokens."""
         settings = {name: getattr(self, name) for name in OBJECTIVE_FIELDS}
+        # README, departure 3
         if settings["loss_agg_mode"] == "seq-mean-token-sum-norm" and settings["loss_scale_factor"] is None:
             settings["loss_scale_factor"] = self.max_completion_length
         return ObjectiveConfig(**settings)

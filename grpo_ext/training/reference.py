@@ -12,7 +12,7 @@ from trl.trainer import grpo_trainer
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model object as it is now, without gradients.
+    """A copy of a model object as it is now, without gradients (README, departure 14).
 
     Under DeepSpeed ZeRO-3 a parameter holds only this rank's shard, which a deep copy would tear from its bookkeeping;
     there the copy is built anew, sharded in its turn, and filled one gathered parameter at a time.

@@ -83,7 +83,23 @@ class GRPOVerlTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "grpo_ext"]
 
-    def __init__(self, model, reward_funcs=None, args: GRPOVerlConfig | None = None, train_dataset=None, **kwargs):
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args: GRPOVerlConfig | None = None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        reward_processing_classes=None,
+        callbacks=None,
+        optimizers=(None, None),
+        quantization_config=None,
+        peft_config=None,
+        tools=None,
+        rollout_func=None,
+        environment_factory=None,
+    ):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = GRPOVerlConfig(f"{name.split('/')[-1]}-GRPO")
@@ -92,17 +108,32 @@ class GRPOVerlTrainer(GRPOTrainer):
                 f"args is a {type(args).__name__}; GRPOVerlTrainer takes a GRPOVerlConfig, which has TRL's settings "
                 f"and verl's objective keys"
             )
-        self._check(args, model, train_dataset, kwargs.get("eval_dataset"), kwargs.get("environment_factory"))
-        require_one_adapter(model, kwargs.get("peft_config"))
+        self._check(args, model, train_dataset, eval_dataset, environment_factory)
+        require_one_adapter(model, peft_config)
 
         reference = None
-        if args.use_kl_loss and isinstance(model, PreTrainedModel) and kwargs.get("peft_config") is None:
+        if args.use_kl_loss and isinstance(model, PreTrainedModel) and peft_config is None:
             reference = frozen_copy(model)
         # TRL sets a reference up if `beta` is not 0, and only its own loss reads the value.
         beta, args.beta = args.beta, float(args.use_kl_loss)
         try:
             with reference_is(reference), saved_adapters_train():
-                super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+                super().__init__(
+                    model=model,
+                    reward_funcs=reward_funcs,
+                    args=args,
+                    train_dataset=train_dataset,
+                    eval_dataset=eval_dataset,
+                    processing_class=processing_class,
+                    reward_processing_classes=reward_processing_classes,
+                    callbacks=callbacks,
+                    optimizers=optimizers,
+                    quantization_config=quantization_config,
+                    peft_config=peft_config,
+                    tools=tools,
+                    rollout_func=rollout_func,
+                    environment_factory=environment_factory,
+                )
         finally:
             args.beta = beta
         complete_reference(self.model)
