@@ -291,7 +291,7 @@ class GRPOVerlTrainer(GRPOTrainer):
             ref_log_prob=inputs.get("ref_per_token_logps"),
             rollout_is_weights=inputs.get("importance_sampling_ratio"),
         )
-        # The gradient of a clamp at NaN is 0: a NaN reference or old policy would pass for a finite gradient
+        # README, departure 10. The gradient of a clamp at NaN is 0: a NaN reference would pass for a finite gradient
         counted = torch.where(response_mask(inputs).bool(), log_prob, 0.0)
         loss = loss + 0.0 * loss.detach() * counted.sum()
         if self.args.calculate_entropy or self.objective_config.entropy_coeff != 0:
@@ -403,8 +403,8 @@ class GRPOVerlTrainer(GRPOTrainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """TRL's, and the place where a step with a gradient that is not finite is skipped, as verl does.
 
-        DeepSpeed has skipped it already; with float16 a loss scaler (DeepSpeed has its own) expects such steps and skips
-        them itself.
+        DeepSpeed has skipped it already; with float16 a loss scaler (DeepSpeed has its own) expects such steps and
+        skips them itself.
         """
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if self.accelerator.mixed_precision != "fp16" and not math.isfinite(float(grad_norm)):
