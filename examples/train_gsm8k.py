@@ -10,8 +10,8 @@ With LoRA, from a config, one value changed on the command line:
 
 Every option of `GRPOVerlConfig` (verl's objective keys and TRL's settings) and of TRL's `ModelConfig` (--use_peft,
 --lora_r, --dtype, ...) is a flag and a YAML key. The run's folder receives log.jsonl (one line per log entry),
-completions/ (parquet, one file per log entry), greedy_before.jsonl and greedy_after.jsonl (answers to the test problems),
-settings.json, checkpoints, final/ (the model or adapter with its tokenizer), curves.png and summary.json.
+completions/ (parquet, one file per log entry), greedy_before.jsonl and greedy_after.jsonl (answers to the test
+problems), settings.json, checkpoints, final/ (the model or adapter with its tokenizer), curves.png and summary.json.
 """
 
 import json

@@ -27,7 +27,6 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
-
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from grpo_ext import POLICY_LOSSES, GRPOVerlConfig, GRPOVerlTrainer, register_policy_loss
@@ -178,7 +177,7 @@ def spoil(
     """
 
     def now() -> bool:
-        return RANK == rank and run.model.training and run.state.global_step + 1 in steps
+        return rank == RANK and run.model.training and run.state.global_step + 1 in steps
 
     _SPOILED.update(now=now, value=value)
     if how == "gradient":
@@ -292,7 +291,7 @@ def run(job: dict) -> None:
     found = trainer(out, job.get("kind", "full"), stream=job.get("stream", False), **job_settings)
     if "spoil" in job:
         spoil(found, **job["spoil"])
-    if RANK == job.get("kill", {}).get("rank"):
+    if job.get("kill", {}).get("rank") == RANK:
         kill_at(job["kill"]["call"], job["kill"]["count"])
     error = None
     try:

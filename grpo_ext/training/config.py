@@ -115,7 +115,7 @@ class GRPOVerlConfig(GRPOConfig):
         },
     )
 
-    # README, departure 12. TRL's default is False. With dropout the ratio differs from 1 before any update; verl runs without it.
+    # README, departure 12. With dropout the ratio differs from 1 before any update; verl runs without it.
     disable_dropout: bool = field(
         default=True,
         metadata={
@@ -123,7 +123,7 @@ class GRPOVerlConfig(GRPOConfig):
             "and new log-probabilities differ before any update."
         },
     )
-    # README, departure 11. TRL's default is True, and multiplies the KL term by the ratio. verl does not; refused below.
+    # README, departure 11. True, TRL's default, multiplies the KL term by the ratio; verl does not. Refused below.
     use_bias_correction_kl: bool = field(
         default=False,
         metadata={"help": "Not available: it multiplies the KL term by the ratio, which verl does not. Leave False."},

@@ -251,8 +251,9 @@ def trimmed(batch: Batch, lengths: list[RowLength]) -> Batch:
 class EpochSampler(RepeatSampler):
     """TRL's sampler, whose order in an epoch depends on the epoch alone and not on how often it was iterated.
 
-    README, departure 16. TRL's draws each epoch's order from a generator that a resumed run starts anew, so that a run resumed in its second
-    epoch sees the first one's prompts again. Here a run of any history sees the order of an uninterrupted one.
+    TRL's draws each epoch's order from a generator that a resumed run starts anew, so that a run resumed in its second
+    epoch sees the first one's prompts again. Here a run of any history sees the order of an uninterrupted one (README,
+    departure 16).
     """
 
     epoch = 0
