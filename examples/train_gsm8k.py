@@ -78,12 +78,12 @@ def load_problems(task: TaskArguments, seed: int):
 def resume_choice(training_args, overwrite: bool) -> str | bool | None:
     """What `--resume_from_checkpoint` asks for: a path, True for the last checkpoint, or None for a fresh start.
 
-    `auto` resumes if the run's folder has a checkpoint and starts anew otherwise.
+    `auto` resumes if the run's folder has a complete checkpoint and starts anew otherwise.
 
     Raises:
         ValueError: a fresh start would write over an earlier run's log.
     """
-    from transformers.trainer_utils import get_last_checkpoint
+    from grpo_ext.training.checkpoints import last_usable
 
     asked = training_args.resume_from_checkpoint
     folder = Path(training_args.output_dir)
@@ -95,10 +95,13 @@ def resume_choice(training_args, overwrite: bool) -> str | bool | None:
             )
         return None
     if asked.lower() in ("auto", "true", "last"):
-        found = folder.is_dir() and get_last_checkpoint(str(folder))
-        if not found and asked.lower() != "auto":
-            raise ValueError(f"resume_from_checkpoint={asked!r}: {str(folder)!r} has no checkpoint; use auto or a path")
-        return True if found else None
+        try:
+            last_usable(str(folder))
+        except ValueError as error:
+            if asked.lower() != "auto":
+                raise ValueError(f"resume_from_checkpoint={asked!r}: {error}") from error
+            return None
+        return True
     if not os.path.isdir(asked):
         raise ValueError(f"resume_from_checkpoint={asked!r} is no folder; give a checkpoint's path, or auto")
     return asked
@@ -210,11 +213,16 @@ def read_summary(folder: Path) -> dict:
     """The summary so far of a run that is resumed."""
     path = folder / "summary.json"
     empty = {"accuracy_before": None, "accuracy_after": None, "eval_problems": 0}
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else empty
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or cut short
+        return empty
 
 
 def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    scratch.replace(path)  # at once, so that a killed run leaves the old one or the new one
 
 
 def report(folder: Path, summary: dict) -> None:

@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         done = merge(given.adapter, given.output, base=given.base, dtype=given.dtype)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(
         f"{given.output}: a {_name(done.dtype)} model whose logits are the adapter's within {done.gap:.1e} of the "

@@ -194,7 +194,7 @@ def make_trainer(cell: dict[str, Any], folder: str) -> GRPOVerlTrainer:
     settings.setdefault("learning_rate", LEARNING_RATES[settings.get("loss_agg_mode", "token-mean")])
     if backend.startswith("zero"):
         settings["deepspeed"] = deepspeed_config(int(backend[-1]), **cell.get("deepspeed", {}))
-    else:
+    elif backend != "launched":
         settings["use_cpu"] = True
     args = GRPOVerlConfig(folder, **settings)
     model = tiny.model()
@@ -223,13 +223,15 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """Train a cell.
 
     Args:
-        cell: `backend` (`single`, `ddp`, `zero1`, ...), `rows` (of a micro-batch), `accumulation`, and optionally
+        cell: `backend` (`single`, `ddp`, `zero1`, ..., or `launched`: what `accelerate launch` says), `rows` (of a
+            micro-batch), `accumulation`, and optionally
             `windows` (optimizer steps of a generation), `as_on_ranks`, `rollout`, `reward`, `lora`, `from_disk`,
             `settings` of the config, `deepspeed` keys of DeepSpeed's.
 
     Returns:
         `before` and `after`, the trainable parameters; `log`, one entry for each step; `forwards`, of the last
-        generation on this rank: for each micro-batch the rows of its forwards; `seconds`.
+        generation on this rank: for each micro-batch the rows of its forwards; `seconds`; `distributed`, accelerate's
+        name of how it ran, and `zero_stage` and `gradient_clipping` of a DeepSpeed engine.
     """
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -243,7 +245,14 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
             "log": [copy.deepcopy(entry) for entry in trainer.state.log_history if "loss" in entry],
             "forwards": [[len(group) for group in plan.train] for plan in plans],
             "seconds": time.perf_counter() - start,
+            "distributed": trainer.accelerator.distributed_type.value,
         }
+        if trainer.is_deepspeed_enabled:
+            engine = trainer.model_wrapped
+            result |= {
+                "zero_stage": engine.zero_optimization_stage(),
+                "gradient_clipping": engine.gradient_clipping(),
+            }
         if cell["backend"] != "single":
             # TRL and accelerate keep the model's engine in a shared state: the next cell starts afresh
             trainer.accelerator.free_memory()

@@ -10,7 +10,6 @@ from .aggregation import LOSS_AGG_MODES, agg_loss
 from .assembly import ppo_loss
 from .config import BatchInfo, ObjectiveConfig
 from .kl import KL_PENALTIES, kl_penalty
-from .masking import masked_mean
 from .metrics import Metric
 from .policy_losses import POLICY_LOSSES, PROPORTIONAL_TO_ADVANTAGE, register_policy_loss
 
@@ -25,7 +24,6 @@ __all__ = [
     "agg_loss",
     "grpo_advantage",
     "kl_penalty",
-    "masked_mean",
     "ppo_loss",
     "register_policy_loss",
 ]

@@ -30,10 +30,14 @@ def grpo_advantage(rewards: Tensor, num_generations: int, *, norm_adv_by_std_in_
         raise ValueError(
             f"rewards of shape {tuple(rewards.shape)} do not form groups of num_generations={num_generations}"
         )
+    given = rewards.dtype
+    # float64 where there is one: the square of 1e20 overflows float32
+    rewards = rewards.to(torch.float32 if rewards.device.type == "mps" else torch.float64)
     if torch.isinf(rewards).any():
         raise ValueError("a reward is infinite; rewards must be finite, or NaN for a response without one")
     if num_generations == 1:
-        return torch.nan_to_num(rewards, nan=0.0) / (1 + _STD_EPS if norm_adv_by_std_in_grpo else 1)
+        alone = torch.nan_to_num(rewards, nan=0.0) / (1 + _STD_EPS if norm_adv_by_std_in_grpo else 1)
+        return alone.to(given)
     groups = rewards.view(-1, num_generations)
     scored = ~groups.isnan()  # README, departure 6
     count = scored.sum(-1, keepdim=True)
@@ -49,4 +53,4 @@ def grpo_advantage(rewards: Tensor, num_generations: int, *, norm_adv_by_std_in_
     infinity = groups.new_tensor(float("inf"))
     highest = torch.where(scored, groups, -infinity).amax(-1, keepdim=True)
     lowest = torch.where(scored, groups, infinity).amin(-1, keepdim=True)
-    return torch.where(highest > lowest, advantages, advantages.new_zeros(())).view(-1)
+    return torch.where(highest > lowest, advantages, advantages.new_zeros(())).view(-1).to(given)

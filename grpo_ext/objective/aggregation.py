@@ -78,7 +78,9 @@ def agg_metric(
     # At least 1, so that an empty tensor gives 0 and not NaN (README, departure 1)
     tokens = counted.sum().clamp(min=1) if batch_num_tokens is None else _at_least_one(batch_num_tokens)
     rows = counted.any(-1).sum().clamp(min=1) if global_batch_size is None else _at_least_one(global_batch_size)
-    scale = loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor
+    scale = max(loss_mat.shape[-1], 1) if loss_scale_factor is None else loss_scale_factor
+    if scale <= 0:
+        raise ValueError(f"loss_scale_factor={loss_scale_factor!r} must be a number of tokens > 0, or None")
     numerator, denominator = _REDUCTIONS[loss_agg_mode](loss_mat, loss_mask, tokens, rows, scale)
     # Without a count over the step, numerator and denominator are this tensor's own and combine as a mean.
     share = given is not None or needed is None
@@ -122,7 +124,8 @@ def agg_loss(
         Scalar, attached to the graph; 0 with zero gradient if nothing is under the mask.
 
     Raises:
-        ValueError: unknown mode (lists the valid ones); shapes differ; `dp_size > 1` without the mode's count.
+        ValueError: unknown mode (lists the valid ones); shapes differ; `dp_size > 1` without the mode's count;
+            `loss_scale_factor <= 0`.
 
     Source: verl 0.9.1, `core_algos.agg_loss`.
     """

@@ -7,7 +7,7 @@ from .config import BatchInfo, ObjectiveConfig
 from .kl import kl_penalty
 from .masking import keep, require_token_shape, to_tokens
 from .metrics import Metric, mean_metric
-from .policy_losses import POLICY_LOSSES
+from .policy_losses import POLICY_LOSSES, checked_output
 
 
 def ppo_loss(
@@ -74,20 +74,16 @@ def ppo_loss(
     advantages = keep(to_tokens("advantages", advantages, shape), response_mask).detach()
 
     output = POLICY_LOSSES[config.policy_loss](log_prob, old_log_prob, advantages, response_mask, config=config)
-    policy_loss, policy_metrics = output if isinstance(output, tuple) else (output, {})
-    if policy_loss.shape != shape:
-        raise ValueError(
-            f"policy loss {config.policy_loss!r} returned shape {tuple(policy_loss.shape)}, expected {tuple(shape)} "
-            f"(B, T): one loss per token, not reduced"
-        )
+    policy_loss, policy_metrics = checked_output(config.policy_loss, output, log_prob)
     if rollout_is_weights is not None:
-        policy_loss = policy_loss * keep(to_tokens("rollout_is_weights", rollout_is_weights, shape), response_mask)
+        weights = keep(to_tokens("rollout_is_weights", rollout_is_weights, shape), response_mask)
+        policy_loss = policy_loss * weights.detach()
 
     policy_term = agg(policy_loss)
     loss = policy_term.value
     metrics = {"actor/pg_loss": policy_term}
     for name, value in policy_metrics.items():
-        metrics[name] = value if isinstance(value, Metric) else mean_metric(value, response_mask)
+        metrics[name] = mean_metric(value, response_mask) if isinstance(value, Tensor) else value
     if entropy is not None:
         entropy_term = agg(entropy)
         metrics["actor/entropy_loss"] = entropy_term

@@ -93,6 +93,8 @@ class ObjectiveConfig:
                     f"loss_agg_mode={self.loss_agg_mode!r}; set loss_agg_mode='seq-mean-token-sum-norm' or leave "
                     f"loss_scale_factor=None"
                 )
+        if not isinstance(self.use_kl_loss, bool):
+            raise ValueError(f"use_kl_loss={self.use_kl_loss!r} must be True or False")
         if not _is_number(self.entropy_coeff):
             raise ValueError(f"entropy_coeff={self.entropy_coeff!r} must be a finite number, such as 0.0")
         if not _is_number(self.kl_loss_coef) or self.kl_loss_coef < 0:
@@ -123,4 +125,9 @@ class ObjectiveConfig:
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the floats
+        return False

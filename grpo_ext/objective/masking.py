@@ -28,16 +28,6 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return kept.sum() if dim is None else kept.sum(dim)
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `x` over the tokens under the mask: `sum(x * mask) / max(sum(mask), 1)`; 0 if the mask is empty.
-
-    Args:
-        x: `(B, T)`.
-        mask: `(B, T)`, 1 where the value counts.
-    """
-    return masked_sum(x, mask) / mask.bool().sum().clamp(min=1)
-
-
 def require_token_shape(shape: torch.Size, **tensors: Tensor | None) -> None:
     """Raise a `ValueError` that names the tensor and both shapes unless every given tensor is `(B, T)`."""
     if len(shape) != 2:

@@ -28,7 +28,8 @@ def register_policy_loss(name: str, *, proportional_to_advantage: bool = False) 
 
     The decorated function is called as `f(log_prob, old_log_prob, advantages, response_mask, *, config)` with `(B, T)`
     tensors (float32 or float64, 0 outside the mask) and the `ObjectiveConfig`. It returns the `(B, T)` loss per token,
-    or that and a dict of metrics, each a `(B, T)` tensor (averaged over valid tokens) or a `Metric`. Aggregation,
+    or that and a dict of metrics, each a `(B, T)` tensor (averaged over valid tokens) or a `Metric`, of the same names
+    in every call, since they are reduced over ranks. Aggregation,
     rollout weights, entropy and KL follow without it.
 
     Args:
@@ -38,7 +39,11 @@ def register_policy_loss(name: str, *, proportional_to_advantage: bool = False) 
 
     Raises:
         ValueError: the name is taken.
+        TypeError: the name is not text, as when the parentheses are left out.
     """
+
+    if not isinstance(name, str) or not name.strip():
+        raise TypeError(f'register_policy_loss takes a name, got {name!r}; write @register_policy_loss("name")')
 
     def register(function: PolicyLoss) -> PolicyLoss:
         if name in POLICY_LOSSES:
@@ -49,6 +54,35 @@ def register_policy_loss(name: str, *, proportional_to_advantage: bool = False) 
         return function
 
     return register
+
+
+def checked_output(name: str, output: object, log_prob: Tensor) -> tuple[Tensor, dict[str, Tensor | Metric]]:
+    """The loss per token and the metrics that a policy loss returned.
+
+    Raises:
+        ValueError: it is neither a `(B, T)` tensor nor that and a dict of metrics, or has lost its gradient; names the
+            loss.
+    """
+    loss, metrics = output if isinstance(output, tuple) and len(output) == 2 else (output, {})
+    if not isinstance(loss, Tensor) or loss.shape != log_prob.shape:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(
+            f"policy loss {name!r} returned {got}, expected a tensor of shape {tuple(log_prob.shape)} (B, T): one loss "
+            f"per token, not reduced; or that and a dict of metrics"
+        )
+    if log_prob.requires_grad and torch.is_grad_enabled() and not loss.requires_grad:
+        raise ValueError(f"policy loss {name!r} returned a loss without a gradient; do not detach log_prob")
+    if not isinstance(metrics, dict):
+        raise ValueError(f"policy loss {name!r} returned its metrics as a {type(metrics).__name__}, expected a dict")
+    for key, value in metrics.items():
+        per_token = isinstance(value, Tensor) and value.shape == log_prob.shape
+        if not isinstance(key, str) or not (per_token or isinstance(value, Metric)):
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ValueError(
+                f"policy loss {name!r} returned the metric {key!r} as {got}; a metric has a name of text, and is a "
+                f"(B, T) tensor or a grpo_ext.Metric"
+            )
+    return loss, metrics
 
 
 class Ratio(NamedTuple):

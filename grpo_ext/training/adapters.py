@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
+from safetensors import SafetensorError
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -41,7 +42,10 @@ def load_adapter(path: str, *, is_trainable: bool, base: str | None = None, **mo
         ValueError: no base model is named, it cannot be loaded, or the adapter does not fit it.
     """
     hub = {key: model_init_kwargs[key] for key in _HUB_KEYS if key in model_init_kwargs}
-    config = PeftConfig.from_pretrained(path, **hub)
+    try:
+        config = PeftConfig.from_pretrained(path, **hub)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"adapter_config.json of {path} cannot be read ({type(error).__name__}: {error})") from error
     named = config.base_model_name_or_path
     if not (base or named):
         raise ValueError(
@@ -52,7 +56,7 @@ def load_adapter(path: str, *, is_trainable: bool, base: str | None = None, **mo
         model_init_kwargs.setdefault("revision", config.revision)
     try:
         model = create_model_from_path(base or named, **model_init_kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
             f"the base model {base or named!r} of the adapter {path} cannot be loaded ({error}); correct "
             f"base_model_name_or_path in its adapter_config.json"
@@ -69,7 +73,7 @@ def load_adapter(path: str, *, is_trainable: bool, base: str | None = None, **mo
             left = model.load_adapter(path, "default", is_trainable=is_trainable, **hub).unexpected_keys
             if left:
                 raise ValueError(f"it has no place for {len(left)} of the adapter's weights, first {left[0]}")
-        except (UserWarning, RuntimeError, ValueError) as error:
+        except (UserWarning, RuntimeError, ValueError, SafetensorError) as error:
             raise ValueError(
                 f"the adapter {path} cannot be put on {base or named!r} ({str(error)[:500]}); use the base model that "
                 f"it was trained on"

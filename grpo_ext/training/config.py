@@ -130,6 +130,7 @@ class GRPOVerlConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        self._refuse_wrong_types()
         objective = self.objective_config()
         self._refuse_other_names(objective)
         self._refuse_indivisible_batches()
@@ -137,12 +138,6 @@ class GRPOVerlConfig(GRPOConfig):
             self.bf16 = False  # TRL's default, True, needs an accelerator
         if self.forward_layout not in LAYOUTS:
             raise ValueError(f"forward_layout={self.forward_layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
-        if self.max_tokens_per_forward is not None and self.max_tokens_per_forward < 1:
-            raise ValueError(
-                f"max_tokens_per_forward={self.max_tokens_per_forward} must be a number of tokens, or None"
-            )
-        if self.max_nonfinite_steps < 1:
-            raise ValueError(f"max_nonfinite_steps={self.max_nonfinite_steps} must be at least 1")
         # TRL 1.16 sets these by names that transformers 5.24 has given up, and each run would warn of it
         for name in ("checkpointing", "checkpointing_kwargs"):
             if getattr(self, f"activation_{name}") is None:
@@ -150,8 +145,37 @@ class GRPOVerlConfig(GRPOConfig):
         super().__post_init__()
         if self.deepspeed_plugin is not None:
             # Left out of a DeepSpeed config, clipping is 1.0 there, whatever max_grad_norm says
-            self.deepspeed_plugin.hf_ds_config.config.setdefault("gradient_clipping", self.max_grad_norm)
+            deepspeed = self.deepspeed_plugin.hf_ds_config.config
+            deepspeed.setdefault("gradient_clipping", self.max_grad_norm)
+            if deepspeed.get("bf16", {}).get("check_grad_overflow") is False:
+                raise ValueError(
+                    "DeepSpeed's bf16.check_grad_overflow=False lets it take steps whose gradient is NaN or infinite; "
+                    "leave it out, or set it to true"
+                )
         self._refuse_windows_across_generations()
+
+    def _refuse_wrong_types(self) -> None:
+        """Refuse counts that are not whole numbers from 1, and switches that are not booleans."""
+        for name in ("norm_adv_by_std_in_grpo", "shuffle_mini_batches", "calculate_entropy", "disable_dropout"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        optional = ("steps_per_generation", "generation_batch_size", "num_generations_eval", "max_tokens_per_forward")
+        counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations")
+        for name in (*counts, "max_nonfinite_steps", *optional):
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        for weight in self.reward_weights or ():
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                raise ValueError(f"reward_weights={self.reward_weights!r} must be finite numbers")
+        # Both are set in a config that is copied, or read back from its own record
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.steps_per_generation is not None and self.generation_batch_size == (
+            self.per_device_train_batch_size * ranks * self.steps_per_generation
+        ):
+            self.generation_batch_size = None
 
     def objective_config(self) -> ObjectiveConfig:
         """The settings of `ppo_loss`, with `loss_scale_factor=None` resolved to `max_completion_length` tokens."""

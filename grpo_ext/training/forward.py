@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from trl.trainer import utils as trl_utils
 
@@ -83,6 +84,12 @@ def choose_layout(asked: str, model: nn.Module, *, images: bool) -> tuple[str, s
     Packing is right only where attention reads row boundaries from the positions, and pays only where it skips what
     lies between rows: varlen kernels. Dense attention would pay for the whole square.
     """
+    if isinstance(model, PeftModel):
+        if any(config.is_prompt_learning for config in model.peft_config.values()):
+            if asked in ("packed", "grouped"):
+                raise ValueError(f"forward_layout={asked!r} cannot carry virtual tokens; use 'auto' or 'padded'")
+            return "padded", None if asked == "padded" else "the adapter puts virtual tokens before each row"
+        model = model.get_base_model()
     config = model.config.get_text_config()
     attention = getattr(config, "_attn_implementation", None) or ""
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -123,7 +130,22 @@ def compact_head(device: torch.device) -> Iterator[None]:
         trl_utils._use_triton = decide
 
 
-def grouped_inputs(rows: Rows, group: list[int], *, with_mask: bool) -> dict[str, Tensor]:
+class ForwardInputs(NamedTuple):
+    """What goes into one forward, and where in it the labels stand.
+
+    `labelled`: positions in the flattened inputs, row by row. They are known on the host: to find them on the device
+    would make the host wait for it.
+    """
+
+    inputs: dict[str, Tensor]
+    labelled: Tensor
+
+
+def _upload(x: Tensor, device: torch.device) -> Tensor:
+    return x.to(device, non_blocking=True)
+
+
+def grouped_inputs(rows: Rows, group: list[int], *, with_mask: bool) -> ForwardInputs:
     """The group's rows from the left, padded on the right to the longest, with labels one place ahead.
 
     Args:
@@ -138,18 +160,18 @@ def grouped_inputs(rows: Rows, group: list[int], *, with_mask: bool) -> dict[str
     start = torch.tensor(rows.starts(group))[:, None]
     total = torch.tensor([n.total for n in lengths])[:, None]
     prompt = torch.tensor([n.prompt for n in lengths])[:, None]
-    where = (start + column).clamp(max=rows.input_ids.size(1) - 1).to(device)
-    ids = rows.input_ids[torch.tensor(group, device=device)].gather(1, where)
-    inside = (column < total).to(device)
-    scored = ((column >= prompt - 1) & (column < total - 1)).to(device)
-    labels = torch.where(scored, ids.roll(-1, 1), -100)
+    where = _upload((start + column).clamp(max=rows.input_ids.size(1) - 1), device)
+    ids = rows.input_ids[_upload(torch.tensor(group), device)].gather(1, where)
+    inside = _upload(column < total, device)
+    scored = (column >= prompt - 1) & (column < total - 1)
+    labels = torch.where(_upload(scored, device), ids.roll(-1, 1), -100)
     inputs = {"input_ids": torch.where(inside, ids, ids[:, :1]), "shift_labels": labels}
     if with_mask:
         inputs["attention_mask"] = inside.long()
-    return inputs
+    return ForwardInputs(inputs, _upload(scored.flatten().nonzero()[:, 0], device))
 
 
-def packed_inputs(rows: Rows, group: list[int]) -> dict[str, Tensor]:
+def packed_inputs(rows: Rows, group: list[int]) -> ForwardInputs:
     """The group's rows end to end in one, with positions that restart at each row and labels one place ahead."""
     flat, positions, scored = [], [], []
     for i, start in zip(group, rows.starts(group), strict=True):
@@ -159,19 +181,22 @@ def packed_inputs(rows: Rows, group: list[int]) -> dict[str, Tensor]:
         positions.append(column)
         scored.append((column >= n.prompt - 1) & (column < n.total - 1))
     device = rows.input_ids.device
-    ids = rows.input_ids.flatten()[torch.cat(flat).to(device)]
-    labels = torch.where(torch.cat(scored).to(device), ids.roll(-1), -100)
-    return {
+    ids = rows.input_ids.flatten()[_upload(torch.cat(flat), device)]
+    all_scored = torch.cat(scored)
+    labels = torch.where(_upload(all_scored, device), ids.roll(-1), -100)
+    inputs = {
         "input_ids": ids[None],
-        "position_ids": torch.cat(positions).to(device)[None],
+        "position_ids": _upload(torch.cat(positions), device)[None],
         "shift_labels": labels[None],
     }
+    return ForwardInputs(inputs, _upload(all_scored.nonzero()[:, 0], device))
 
 
-def idle_inputs(rows: Rows) -> dict[str, Tensor]:
+def idle_inputs(rows: Rows) -> ForwardInputs:
     """Two tokens of the first row with one label: a forward for ranks that must run one and have no rows for it."""
     ids = rows.input_ids[:1, -2:]
-    return {"input_ids": ids, "shift_labels": torch.cat([ids[:, 1:], ids.new_full((1, 1), -100)], 1)}
+    labels = torch.cat([ids[:, 1:], ids.new_full((1, 1), -100)], 1)
+    return ForwardInputs({"input_ids": ids, "shift_labels": labels}, ids.new_zeros(1))
 
 
 def score_group(
@@ -179,18 +204,17 @@ def score_group(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Run one forward; returns log-probs and entropies `(tokens,)` in the order of `Rows.targets`, and the aux loss."""
     if not group:
-        inputs = idle_inputs(rows)
+        inputs, labelled = idle_inputs(rows)
     elif packed:
-        inputs = packed_inputs(rows, group)
+        inputs, labelled = packed_inputs(rows, group)
     else:
-        inputs = grouped_inputs(rows, group, with_mask=with_mask)
+        inputs, labelled = grouped_inputs(rows, group, with_mask=with_mask)
     if aux_loss:
         inputs["output_router_logits"] = True
-    labelled = inputs["shift_labels"] != -100
     with compact_head(rows.input_ids.device):
         outputs = model(**inputs, fused_lm_head=True)
-    entropies = None if outputs.entropy is None else outputs.entropy[labelled]
-    return outputs.log_probs[labelled], entropies, outputs.aux_loss if aux_loss else None
+    entropies = None if outputs.entropy is None else outputs.entropy.flatten()[labelled]
+    return outputs.log_probs.flatten()[labelled], entropies, outputs.aux_loss if aux_loss else None
 
 
 def score(
@@ -233,7 +257,7 @@ def score(
     def spread(parts: list[Tensor]) -> Tensor:
         values = torch.cat(parts)
         empty = values.new_zeros(shape[0] * shape[1])
-        return empty.index_put((torch.cat(targets).to(values.device),), values).view(shape)
+        return empty.index_put((_upload(torch.cat(targets), values.device),), values).view(shape)
 
     nothing = rows.input_ids.new_zeros(shape, dtype=torch.float32)
     all_log_probs = spread(log_probs) if log_probs else nothing

@@ -47,13 +47,13 @@ class CostModel:
         return tokens + tokens * tokens / self.crossover
 
 
-def balanced_parts(lengths: Sequence[RowLength], parts: int, cost: CostModel) -> list[list[int]]:
+def balanced_parts(lengths: Sequence[RowLength], parts: int, row_costs: Sequence[float]) -> list[list[int]]:
     """Split rows into `parts` of about equal cost, each of rows of similar length.
 
     Args:
         lengths: of the rows.
         parts: how many; each gets at least one row.
-        cost: what a row costs.
+        row_costs: what each row costs.
 
     Returns:
         Indices of each part's rows, longest part first.
@@ -64,7 +64,7 @@ def balanced_parts(lengths: Sequence[RowLength], parts: int, cost: CostModel) ->
     if len(lengths) < parts:
         raise ValueError(f"{len(lengths)} rows cannot be split into {parts} parts")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i].total, i))
-    costs = [max(cost.row(lengths[i].total), 1e-9) for i in order]
+    costs = [max(row_costs[i], 1e-9) for i in order]
 
     def cut(ceiling: float) -> list[list[int]] | None:
         """Consecutive parts, none dearer than the ceiling, leaving a row for each part still to come."""

@@ -13,17 +13,22 @@ def read_log(path: str | Path) -> list[dict]:
         path: of the `log.jsonl`.
 
     Raises:
-        ValueError: a line before the last is not JSON; names file and line.
+        ValueError: a line before the last is not JSON, or not an entry; names file and line.
     """
     entries = []
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_text(encoding="utf-8-sig").rstrip().split("\n")
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            entries.append(json.loads(line))
+            entry = json.loads(line)
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+            raise ValueError(f"{path}, line {number}: not a log entry (an object with a whole number 'step')")
+        entries.append(entry)
     return entries
 
 

@@ -43,6 +43,7 @@ class NonFiniteSteps:
     def load_state(self, state: dict[str, int | str | None]) -> None:
         """The inverse of `state`."""
         self.total, self._in_a_row, self._first = state["total"], state["in_a_row"], state["first"]
+        self._skipped = False
 
     def drop_gradient(self, model: nn.Module) -> None:
         """Skip the coming `optimizer.step()`: parameters without a gradient are left alone, and so is their state."""

@@ -43,6 +43,12 @@ def require_prompts(dataset: Any, name: str) -> None:
         if first is None:
             raise ValueError(f"{name} is empty; give it at least one row with a 'prompt'")
         columns = list(first)
+    for taken in ("prompts", "completions"):
+        if taken in columns:
+            raise ValueError(
+                f"{name} has a column {taken!r}, the name of an argument that reward functions get; rename it with "
+                f"dataset.rename_column({taken!r}, 'my_{taken}')"
+            )
     if "prompt" not in columns:
         raise ValueError(
             f"{name} has no 'prompt' column (it has {sorted(columns)}); rename one, for example with "

@@ -1,5 +1,6 @@
 """Users' reward functions, checked: a bad answer is one error with the function's name, or a row without a reward."""
 
+import copy
 import functools
 import logging
 import math
@@ -49,24 +50,28 @@ def checked_reward(function: Callable, name: str) -> Callable:
             )
         return checked
 
+    def own_lists(arguments: dict) -> dict:
+        """What one function does to its lists must not reach the next."""
+        return {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
+
     def failed(error: Exception) -> RuntimeError:
         return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}")
 
     if is_async_callable(function):
 
         @functools.wraps(function)
-        async def wrapper(*args, completions, **kwargs):
+        async def wrapper(*, completions, **kwargs):
             try:
-                rewards = await function(*args, completions=completions, **kwargs)
+                rewards = await function(completions=copy.deepcopy(completions), **own_lists(kwargs))
             except Exception as error:
                 raise failed(error) from error
             return check(rewards, len(completions))
     else:
 
         @functools.wraps(function)
-        def wrapper(*args, completions, **kwargs):
+        def wrapper(*, completions, **kwargs):
             try:
-                rewards = function(*args, completions=completions, **kwargs)
+                rewards = function(completions=copy.deepcopy(completions), **own_lists(kwargs))
             except Exception as error:
                 raise failed(error) from error
             return check(rewards, len(completions))

@@ -153,9 +153,15 @@ class GRPOVerlTrainer(GRPOTrainer):
         self._epoch, self._epoch_start = 0, 0  # the latter counts micro-batches, as `_step` does
         self._resumed_at: tuple[int, int] | None = None  # epoch, micro-batches of it
         base_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        self._layout, reason = choose_layout(args.forward_layout, base_model, images=self._is_vlm)
+        self._layout, reason = choose_layout(args.forward_layout, self.model, images=self._is_vlm)
         if reason is not None:
             logger.warning("forward_layout is %r: %s", self._layout, reason)
+        if args.pad_to_multiple_of is not None and self._layout != "padded":
+            logger.warning(
+                "pad_to_multiple_of=%s pads prompts for sampling only: the update runs without padding; set "
+                "forward_layout='padded' to pad there too",
+                args.pad_to_multiple_of,
+            )
         self._cost = CostModel.of(base_model.config, self.accelerator.device.type)
         self._settle_dropout()
 
@@ -256,9 +262,9 @@ class GRPOVerlTrainer(GRPOTrainer):
             steps_per_generation=self.args.steps_per_generation,
             accumulation=self.args.gradient_accumulation_steps,
             cost=self._cost,
-            group=None if self._layout == "padded" else self._groups,
+            group=None if self._layout == "padded" else self._train_groups,
             spare_zero_advantages=not other_terms and objective.policy_loss in PROPORTIONAL_TO_ADVANTAGE,
-            observe_spared=self.args.calculate_entropy or off_policy,
+            observe_spared=self.args.calculate_entropy or off_policy or objective.policy_loss != "vanilla",
         )
 
     @property
@@ -377,11 +383,14 @@ class GRPOVerlTrainer(GRPOTrainer):
                 aux_loss=compute_aux_loss,
             )
 
+    def _train_groups(self, lengths: list[RowLength]) -> list[list[int]]:
+        return self._groups(lengths, self.args.per_device_train_batch_size)
+
     def _groups(self, lengths: list[RowLength], rows_at_a_time: int | None = None) -> list[list[int]]:
         """Rows that share a forward, within the token budget."""
         budget = self.args.max_tokens_per_forward
         if budget is None and rows_at_a_time is not None:
-            budget = rows_at_a_time * max(n.total for n in lengths)
+            budget = rows_at_a_time * max((n.total for n in lengths), default=0)
         if self._layout == "packed":
             return packed_groups(lengths, budget)
         return padded_groups(lengths, self._cost, budget)
@@ -407,7 +416,8 @@ class GRPOVerlTrainer(GRPOTrainer):
         skips them itself.
         """
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if self.accelerator.mixed_precision != "fp16" and not math.isfinite(float(grad_norm)):
+        scaled = self.accelerator.mixed_precision == "fp16"
+        if not scaled and grad_norm is not None and not math.isfinite(float(grad_norm)):
             self._nonfinite.drop_gradient(model)
         return grad_norm
 
@@ -425,6 +435,7 @@ class GRPOVerlTrainer(GRPOTrainer):
                 generation cycle of another batch geometry.
         """
         self._step, self._rollout, self._resumed_at = 0, None, None
+        self._actor_metrics.sums.clear()  # of a call that was broken off
         self._nonfinite.load_state(NonFiniteSteps(0).state())
         if resume_from_checkpoint:
             explicit = resume_from_checkpoint is not True
@@ -466,6 +477,11 @@ class GRPOVerlTrainer(GRPOTrainer):
         return changed
 
     def _restore(self, folder: Path) -> None:
+        if self.args.sync_ref_model:
+            raise ValueError(
+                f"{folder} cannot be resumed with sync_ref_model=True: the reference changes during training and is "
+                f"not saved; set sync_ref_model=False, or start anew"
+            )
         changed = self._changed_settings(folder)
         state = read_rank_state(folder, self.accelerator.process_index, self.accelerator.device)
         if changed:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 from trl.trainer.utils import RepeatSampler, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
@@ -25,7 +26,7 @@ Batch = dict[str, Any]
 def response_mask(batch: Batch) -> Tensor:
     """`(B, T)`, 1 where a token is trained on: of the completion, not a tool's output, not a masked row's."""
     mask = batch["completion_mask"]
-    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+    return mask * batch["tool_mask"].bool() if "tool_mask" in batch else mask
 
 
 @dataclass
@@ -139,7 +140,8 @@ class Splitter:
         parts: list[list[int]] = []
         for window in windows:
             if free:
-                chosen = balanced_parts([lengths[i] for i in window], self.accumulation, self.cost)
+                costs = [self._cost_of(lengths[i], spared[i]) for i in window]
+                chosen = balanced_parts([lengths[i] for i in window], self.accumulation, costs)
                 parts += [[window[i] for i in part] for part in chosen]
             else:
                 size = per_window // self.accumulation
@@ -213,6 +215,8 @@ class Splitter:
 
 def gathered_rows(name: str, value: Any, accelerator: Accelerator) -> Any:
     """All ranks' rows of one entry of a batch, rank by rank; scalars and `None` as they are."""
+    if isinstance(value, list):
+        return gather_object(value)
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     if value.ndim > 1:
@@ -234,8 +238,8 @@ def take_rows(batch: Batch, rows: list[int]) -> Batch:
 
 def trimmed(batch: Batch, lengths: list[RowLength]) -> Batch:
     """The batch without columns that are padding in all its rows: prompts on the left, completions on the right."""
-    prompt = max(1, *(n.prompt for n in lengths), 1)
-    completion = max(1, *(n.completion for n in lengths), 1)
+    prompt = max(1, *(n.prompt for n in lengths))
+    completion = max(1, *(n.completion for n in lengths))
     width = batch["completion_ids"].size(1)
 
     def trim(name: str, value: Any) -> Any:
