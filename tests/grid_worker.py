@@ -20,6 +20,7 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState, PartialState
 from peft import LoraConfig
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from grpo_ext import GRPOVerlConfig, GRPOVerlTrainer
@@ -119,9 +120,12 @@ def assign(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
     """Overwrite the parameters that `values` names."""
     for name, parameter in module.named_parameters():
         if plain_name(name) in values:
+            value = values[plain_name(name)]
+            if isinstance(parameter, DTensor):  # FSDP2
+                value = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)
             with gathered(parameter, modify=True):
                 if not hasattr(parameter, "ds_id") or torch.distributed.get_rank() == 0:
-                    parameter.copy_(values[plain_name(name)])
+                    parameter.copy_(value)
 
 
 @torch.no_grad()
@@ -131,7 +135,8 @@ def read(module: nn.Module) -> torch.Tensor:
     for parameter in module.parameters():
         if parameter.requires_grad:
             with gathered(parameter):
-                parts.append(parameter.detach().double().flatten().clone())
+                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                parts.append(whole.detach().double().flatten().clone())
     return torch.cat(parts)
 
 
@@ -145,19 +150,22 @@ def noise(module: nn.Module, only: str) -> dict[str, torch.Tensor]:
     return values
 
 
-# DeepSpeed where there is no accelerator
+# Sharding where there is no accelerator
 
 
-def allow_deepspeed_on_cpu() -> None:
-    """Let accelerate find several ranks and DeepSpeed together on CPUs, and DeepSpeed do without a compiler.
+def allow_sharding_on_cpu() -> None:
+    """Let accelerate find several ranks and DeepSpeed or FSDP together on CPUs, and DeepSpeed do without a compiler.
 
-    accelerate 1.15 finds CPU ranks only if told `cpu=True`, and then no DeepSpeed. DeepSpeed on CPUs compiles a kernel
-    for collectives, which takes minutes; without it they are gloo's.
+    accelerate 1.15 finds CPU ranks only if told `cpu=True`, and then no DeepSpeed; FSDP only with what it takes for
+    GPUs. DeepSpeed on CPUs compiles a kernel for collectives, which takes minutes; without it they are gloo's.
     """
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
+    found = ("gloo", DistributedType.MULTI_GPU if fsdp else DistributedType.MULTI_CPU)
+    PartialState._prepare_backend = lambda *args, **kwargs: found
 
 
 # A cell
@@ -264,7 +272,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 def main(cells_path: str, results_path: str) -> None:
     """Run the cells of a JSON file on all ranks; the first one writes all ranks' forwards and its own results."""
-    allow_deepspeed_on_cpu()
+    allow_sharding_on_cpu()
     with open(cells_path, encoding="utf-8") as file:
         cells = json.load(file)
     results = {}

@@ -18,9 +18,11 @@ from pathlib import Path
 import grid_worker
 import pytest
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
 
 from grpo_ext import LOSS_AGG_MODES
 
+LAUNCH_FILES = sorted((Path(__file__).parents[1] / "examples" / "accelerate").glob("*.yaml"))
 ONE_PROCESS = [(8, 1), (4, 2), (2, 4), (1, 8)]  # rows of a micro-batch, micro-batches of an optimizer step
 TWO_RANKS = [(4, 1), (2, 2), (1, 4)]
 BACKENDS = ["ddp", "zero1", "zero2", "zero3"]
@@ -144,11 +146,14 @@ def whole(variant: str, mode: str, as_on_ranks: int) -> dict:
     return grid_worker.run_cell({**cell(variant, mode, "single", 8, 1), "as_on_ranks": as_on_ranks})
 
 
-def run_on_two_ranks(cells: dict[str, dict], folder: Path, timeout: float) -> dict[str, dict]:
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def run_on_two_ranks(cells: dict[str, dict], folder: Path, timeout: float, launcher=TORCHRUN) -> dict[str, dict]:
     """Run cells in one process group; a launch that hangs is ended, with its log in the error."""
     (folder / "cells.json").write_text(json.dumps(cells))
     log = folder / "log.txt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", *launcher]
     command += [grid_worker.__file__, str(folder / "cells.json"), str(folder / "results.pt")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     with log.open("w") as output:
@@ -226,6 +231,30 @@ def test_one_process(key):
 @pytest.mark.parametrize("key", QUICK_TWO, ids=name_of)
 def test_two_ranks(key, two_ranks):
     check(key, two_ranks[name_of(key)])
+
+
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
+def test_launch_files_are_accelerates(path):
+    config = load_config_from_file(str(path))
+    assert (config.num_processes, config.num_machines, config.mixed_precision) == (8, 1, "no")
+    # A number would win over max_grad_norm, or contradict it
+    assert config.deepspeed_config.get("gradient_clipping", "auto") == "auto"
+    assert f"examples/accelerate/{path.name} examples/train_gsm8k.py" in path.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
+def test_launch_files_start_two_ranks(path, tmp_path):
+    if path.stem == "zero3_offload":
+        pytest.skip("DeepSpeed would compile its CPU Adam")
+    made = {**cell("clipped", "token-mean", "launched", 2, 2)}
+    launcher = ["accelerate.commands.launch", "--config_file", str(path), "--num_processes", "2"]
+    (result,) = run_on_two_ranks({path.stem: made}, tmp_path, 900, [*launcher, "--main_process_port", "0"]).values()
+    assert result["distributed"] == {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(path.stem, "DEEPSPEED")
+    if path.stem.startswith("zero"):
+        assert result["zero_stage"] == int(path.stem[4])
+        assert result["gradient_clipping"] == made["settings"]["max_grad_norm"]
+    check(("clipped", "token-mean", path.stem, 2, 2), result)
 
 
 def report(gaps: dict[tuple, tuple[float, float]]) -> None:
