@@ -39,6 +39,7 @@ from .layout import CostModel, RowLength, exactly, packed_groups, padded_groups
 from .nonfinite import NonFiniteSteps, nonfinite_counts
 from .reference import frozen_copy, reference_is
 from .rewards import checked_reward
+from .rollouts import checked_rollout
 from .windows import Batch, EpochSampler, ForwardPlan, Rollout, Splitter, response_mask
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ class GRPOVerlTrainer(GRPOTrainer):
             checked_reward(function, name)
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
+        self.rollout_func = checked_rollout(self.rollout_func)
         self._rollout: Rollout | None = None
         self._scored_rewards: Tensor | None = None
         self._nonfinite = NonFiniteSteps(args.max_nonfinite_steps)
@@ -202,6 +204,15 @@ class GRPOVerlTrainer(GRPOTrainer):
             )
 
     # Rollout: TRL generates and scores; the advantages and the order of the rows are verl's
+
+    def _tokenize_prompts(self, prompts: list) -> tuple:
+        tokenized = super()._tokenize_prompts(prompts)
+        for prompt, ids in zip(prompts, tokenized[0], strict=True):
+            if not len(ids):
+                raise ValueError(
+                    f"the prompt {prompt!r} has no tokens, so there is nothing to continue; remove it from the data set"
+                )
+        return tokenized
 
     def _calculate_rewards(self, *args, **kwargs) -> Tensor:
         rewards = super()._calculate_rewards(*args, **kwargs)  # (N, functions), of all ranks
