@@ -9,7 +9,7 @@ difference of the trained parameters from those of 8x1 on one process, over the 
 agree to 1e-5. A gap above 1 is a second step that explodes because the first was larger.
 
 TRL adds the mean entropy of each micro-batch, whatever its tokens; with `--entropy_coeff 0` its dapo, grpo and dr_grpo
-agree too, and bnpo, a mean over the tokens of a micro-batch, does not. Takes minutes on two CPU cores; needs no network.
+agree too; bnpo, a mean over the tokens of a micro-batch, does not. Takes minutes on two CPU cores; needs no network.
 
 What is held fixed, so that the same rows form the same optimizer step everywhere:
 
@@ -53,7 +53,8 @@ TRL_LOSSES = ("bnpo", "dapo", "grpo", "dr_grpo")
 # them, and not so large that the second step is chaos.
 RATE = 0.02
 LEARNING_RATES = {
-    **dict.fromkeys(("bnpo", "dapo", "grpo", "token-mean", "seq-mean-token-mean"), RATE),
+    **dict.fromkeys(("bnpo", "dapo", "token-mean"), RATE),
+    **dict.fromkeys(("grpo", "seq-mean-token-mean"), RATE * 3),
     **dict.fromkeys(("dr_grpo", "seq-mean-token-sum-norm"), RATE * LONGEST / 10),
     "seq-mean-token-sum": RATE / 10,
     "token-sum": RATE / 80,

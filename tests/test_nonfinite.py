@@ -157,7 +157,6 @@ def _with(change):
 
 register_policy_loss("nan: times")(_with(lambda loss, log_prob: loss * math.nan))
 register_policy_loss("nan: plus")(_with(lambda loss, log_prob: loss + math.nan))
-register_policy_loss("nan: constant")(_with(lambda loss, log_prob: torch.full_like(loss, math.nan)))
 register_policy_loss("nan: clamped")(_with(lambda loss, log_prob: (loss * math.nan).clamp(-1, 1)))
 register_policy_loss("nan: root")(_with(lambda loss, log_prob: loss * log_prob.sqrt()))
 register_policy_loss("nan: inf")(_with(lambda loss, log_prob: loss.abs() + math.inf))
@@ -172,7 +171,7 @@ register_policy_loss("nan: inf")(_with(lambda loss, log_prob: loss.abs() + math.
     ids=lambda settings: settings.get("kl_loss_type") or settings["policy_loss"],
 )
 def test_a_loss_that_is_not_finite_is_a_bad_step(tmp_path, settings):
-    """By itself the gradient is finite of `plus`, `constant` and `inf`, and of k1, abs and k3."""
+    """By itself the gradient is finite of `plus` and `inf`, and of k1, abs and k3."""
     trainer = worker.trainer(tmp_path, max_steps=3, save_strategy="no", **settings)
     if "policy_loss" in settings:
         worker.spoil(trainer, [2], "loss")

@@ -129,7 +129,12 @@ def test_assembly(case):
         assert set(recorded) == set(metrics)
 
 
-OUTCOME = [case for case in cases("advantages") if case["settings"]["adv_estimator"] == "grpo"]
+# Equal rewards are exactly 0 here and noise there (README, departure 5): tested by hand.
+OUTCOME = [
+    case
+    for case in cases("advantages")
+    if case["settings"]["adv_estimator"] == "grpo" and "equal_rewards_with_float_noise" not in case["name"]
+]
 
 
 @pytest.mark.parametrize("case", named(OUTCOME))
@@ -137,8 +142,6 @@ def test_grpo_advantage(case):
     rewards = tensor(case["inputs"]["token_level_rewards"]).sum(-1)
     mask = tensor(case["inputs"]["response_mask"]).bool()
     expected = tensor(case["outputs"]["advantages"])
-    if "equal_rewards_with_float_noise" in case["name"]:
-        pytest.skip("equal rewards are exactly 0 here, noise there: tested by hand")
     index = case["inputs"]["index"]
     tolerance = {"rtol": 2e-6, "atol": 2e-6} if case["settings"]["dtype"] == "float32" else {"rtol": 1e-7, "atol": 1e-7}
     for group in dict.fromkeys(index):

@@ -14,6 +14,7 @@ from grpo_ext import (
     BatchInfo,
     ObjectiveConfig,
     agg_loss,
+    grpo_advantage,
     kl_penalty,
     ppo_loss,
     register_policy_loss,
@@ -215,6 +216,47 @@ def test_a_registered_loss_that_reduces_is_refused():
             )
     finally:
         del POLICY_LOSSES["test_reduced"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda loss: loss.detach(), "without a gradient; do not detach log_prob"),
+        (lambda loss: 0.5, "returned a float, expected a tensor of shape"),
+        (lambda loss: [loss, {}], "returned a list"),
+        (lambda loss: (loss, None), "metrics as a NoneType"),
+        (lambda loss: (loss, {"actor/x": 1.0}), "metric 'actor/x' as a float"),
+        (lambda loss: (loss, {"actor/x": loss.detach()[0]}), r"metric 'actor/x' as shape \(6,\)"),
+        (lambda loss: (loss, {3: loss.detach()}), "metric 3"),
+    ],
+)
+def test_what_a_registered_loss_returns_is_checked(change, message):
+    register_policy_loss("test_wrong")(lambda log_prob, *args, config: change(-log_prob))
+    try:
+        rows = batch()
+        with pytest.raises(ValueError, match=f"policy loss 'test_wrong' returned .*{message}|test_wrong.*{message}"):
+            ppo_loss(
+                rows["log_prob"].requires_grad_(),
+                rows["old_log_prob"],
+                rows["advantages"],
+                rows["response_mask"],
+                config=ObjectiveConfig(policy_loss="test_wrong"),
+            )
+    finally:
+        del POLICY_LOSSES["test_wrong"]
+
+
+@pytest.mark.parametrize("name", [3, None, "", " ", ["x"], lambda *args: None])
+def test_a_policy_loss_needs_a_name(name):
+    with pytest.raises(TypeError, match=r"@register_policy_loss\(\"name\"\)"):
+        register_policy_loss(name)
+
+
+def test_huge_rewards_do_not_overflow():
+    rewards = torch.tensor([1e30, 0.0, 0.0, 1e30])
+    advantages = grpo_advantage(rewards, 4)
+    assert advantages.dtype == torch.float32
+    assert advantages.tolist() == pytest.approx([0.8660254, -0.8660254, -0.8660254, 0.8660254], rel=1e-6)
 
 
 # Bad input

@@ -1,7 +1,10 @@
 """What TRL offers beside the loss still works, and enters the objective where it should."""
 
 import copy
+import dataclasses
 import inspect
+import json
+import re
 
 import pytest
 import tiny
@@ -11,7 +14,7 @@ from test_trainer_step import LR, Recorder, log_probs_and_entropy, make, padded,
 from transformers import MixtralConfig, MixtralForCausalLM
 from trl import GRPOTrainer
 
-from grpo_ext import GRPOVerlTrainer, ObjectiveConfig, ppo_loss
+from grpo_ext import GRPOVerlConfig, GRPOVerlTrainer, ObjectiveConfig, ppo_loss
 from grpo_ext.objective import BatchInfo
 from grpo_ext.training.windows import take_rows, trimmed
 
@@ -19,6 +22,51 @@ from grpo_ext.training.windows import take_rows, trimmed
 def test_the_constructor_is_trls():
     ours, trls = (list(inspect.signature(cls.__init__).parameters) for cls in (GRPOVerlTrainer, GRPOTrainer))
     assert ours == trls
+
+
+def config(tmp_path, **settings):
+    return GRPOVerlConfig(str(tmp_path), use_cpu=True, report_to=[], **settings)
+
+
+def test_a_config_can_be_copied_and_read_back(tmp_path):
+    made = config(tmp_path, clip_ratio_high=0.28, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    assert dataclasses.replace(made, clip_ratio_c=5.0).clip_ratio_c == 5.0
+    record = json.loads(json.dumps({k: v for k, v in made.to_dict().items() if not k.endswith("_token")}))
+    again = GRPOVerlConfig(**record)
+    assert (again.clip_ratio_high, again.steps_per_generation, again.generation_batch_size) == (0.28, 4, 16)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 0},
+        {"per_device_train_batch_size": -1},
+        {"steps_per_generation": 0},
+        {"num_generations": 4.0},
+        {"num_iterations": 0},
+        {"max_nonfinite_steps": "3"},
+        {"max_tokens_per_forward": 0},
+        {"generation_batch_size": -1},
+        {"num_generations_eval": 0},
+    ],
+)
+def test_counts_are_whole_numbers_from_one(tmp_path, settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(ValueError, match=rf"{name}={re.escape(repr(value))} must be a whole number of at least 1"):
+        config(tmp_path, **settings)
+
+
+def test_switches_are_booleans_and_weights_are_numbers(tmp_path):
+    with pytest.raises(ValueError, match="norm_adv_by_std_in_grpo='False' must be True or False"):
+        config(tmp_path, norm_adv_by_std_in_grpo="False")
+    with pytest.raises(ValueError, match=r"reward_weights=\[nan\] must be finite"):
+        config(tmp_path, reward_weights=[float("nan")])
+
+
+def test_a_column_that_reward_functions_cannot_get_is_refused(tmp_path):
+    dataset = tiny.prompts().rename_column("number", "completions")
+    with pytest.raises(ValueError, match="column 'completions'.*rename_column"):
+        make(tmp_path, dataset=dataset)
 
 
 @pytest.mark.parametrize("shape", ["token", "sequence"])
