@@ -311,10 +311,10 @@ def test_a_trained_adapter_reloads_to_the_same_outputs(tmp_path, saved, kl):
 def train_under_zero3(base: str, adapter: str, out: str) -> None:
     """What each rank of `test_zero3_saves_whole_adapters` runs: a new adapter, a saved one, a saved one with KL."""
     from accelerate.state import AcceleratorState
-    from grid_worker import allow_deepspeed_on_cpu, deepspeed_config
+    from grid_worker import allow_sharding_on_cpu, deepspeed_config
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    allow_deepspeed_on_cpu()
+    allow_sharding_on_cpu()
     runs = {"new": (base, lora(), False), "path": (adapter, None, False), "kl": (adapter, None, True)}
     for name, (model, peft_config, kl) in runs.items():
         trainer, recorder = make(
