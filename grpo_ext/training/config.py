@@ -239,9 +239,8 @@ class GRPOVerlConfig(GRPOConfig):
             "the weighted sum of the rewards is normalised per group; leave 'sum_then_normalize'",
         )
         yield row("entropy_coef", f"set entropy_coeff={self.entropy_coef!r}", objective.entropy_coeff)
-        for name in ("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"):
-            yield row(name, "the entropy bonus has a fixed weight, entropy_coeff")
-        for name in ("entropy_coef_delta", "entropy_target"):
+        adaptive = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
+        for name in ("use_adaptive_entropy", *adaptive):
             yield row(name, "the entropy bonus has a fixed weight, entropy_coeff")
         yield row("top_entropy_quantile", "every token with response_mask 1 is trained on; leave 1.0")
         yield row("off_policy_mask_threshold", "leave None; mask or weight rows through a reward or a policy loss")

@@ -296,12 +296,12 @@ class GRPOVerlTrainer(GRPOTrainer):
         if return_outputs:
             raise ValueError("return_outputs=True is not supported: the loss is computed without logits")
         log_prob, entropy, aux_loss = self._forward(model, inputs)
-        old_log_prob = inputs.get("old_per_token_logps")
+        mask, old_log_prob = response_mask(inputs), inputs.get("old_per_token_logps")
         loss, metrics = ppo_loss(
             log_prob,
             log_prob.detach() if old_log_prob is None else old_log_prob,
             inputs["advantages"],
-            response_mask(inputs),
+            mask,
             config=self.objective_config,
             batch_info=inputs.get("batch_info"),
             entropy=entropy if self.objective_config.entropy_coeff != 0 else None,
@@ -309,12 +309,12 @@ class GRPOVerlTrainer(GRPOTrainer):
             rollout_is_weights=inputs.get("importance_sampling_ratio"),
         )
         # README, departure 10. The gradient of a clamp at NaN is 0: a NaN reference would pass for a finite gradient
-        counted = torch.where(response_mask(inputs).bool(), log_prob, 0.0)
+        counted = torch.where(mask.bool(), log_prob, 0.0)
         loss = loss + 0.0 * loss.detach() * counted.sum()
         if self.args.calculate_entropy or self.objective_config.entropy_coeff != 0:
-            metrics["entropy"] = mean_metric(entropy, response_mask(inputs))
+            metrics["entropy"] = mean_metric(entropy, mask)
         if self.model.training:
-            metrics |= self._nonfinite_counts(inputs, log_prob, entropy)
+            metrics |= self._nonfinite_counts(inputs, mask, log_prob, entropy)
             attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
             metrics |= forward_metrics(inputs.get("plan"), attention_mask, packed=self._layout == "packed")
         if aux_loss is not None:
@@ -407,10 +407,10 @@ class GRPOVerlTrainer(GRPOTrainer):
         return padded_groups(lengths, self._cost, budget)
 
     @staticmethod
-    def _nonfinite_counts(inputs: Batch, log_prob: Tensor, entropy: Tensor) -> dict[str, Metric]:
+    def _nonfinite_counts(inputs: Batch, mask: Tensor, log_prob: Tensor, entropy: Tensor) -> dict[str, Metric]:
         old, reference = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
         return nonfinite_counts(
-            response_mask(inputs),
+            mask,
             {
                 "advantage": inputs["advantages"].view(len(log_prob), -1),
                 "log-prob": log_prob,
