@@ -77,7 +77,37 @@ EXTRAS = {
         "deepspeed": {"gradient_clipping": "auto"},
     },
 }
-ALL = {**VARIANTS, **EXTRAS}
+# Every other policy loss, in a second update from the same responses, where the ratio is not 1. What looks at the whole
+# step gets something to find: candidates, tokens to hold, weights to normalise.
+TWICE = {"num_iterations": 2, "max_steps": 2}
+POLICIES = {
+    "gspo": {},
+    "sapo": {},
+    "gpg": {},
+    "clip_cov": {"clip_cov_lb": 0.0, "clip_cov_ub": 100.0, "clip_cov_ratio": 0.1},
+    "kl_cov": {"kl_cov_ratio": 0.1, "ppo_kl_coef": 1.0},
+    "geo_mean": {},
+    "cispo": {},
+    "dppo_tv": {},
+    "dppo_kl": {},
+    "dro": {"dro_beta": 0.1},
+    "bypass_mode": {"bypass_loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True},
+}
+POLICIES = {name: {"settings": {**TWICE, "policy_loss": name, **settings}} for name, settings in POLICIES.items()}
+POLICIES |= {
+    "bypass_mode, ppo_clip": {"settings": {**TWICE, "policy_loss": "bypass_mode"}},
+    "rollout correction": {
+        "settings": {
+            **TWICE,
+            "rollout_is": "sequence",
+            "rollout_is_batch_normalize": True,
+            "rollout_rs": "token_k1",
+            "rollout_rs_threshold": "1e-3_1.0",
+        }
+    },
+}
+BY_ROW = ("gspo", "sapo", "geo_mean")  # meant with, or always reduced by, seq-mean-token-mean
+ALL = {**VARIANTS, **EXTRAS, **POLICIES}
 
 
 def cell(variant: str, mode: str, backend: str, rows: int, accumulation: int) -> dict:
@@ -96,7 +126,7 @@ def name_of(key: tuple) -> str:
 def rotated(keys, modes=LOSS_AGG_MODES):
     """Give each (variant, backend, rows, accumulation) one of the modes, in turn."""
     for (variant, backend, rows, accumulation), mode in zip(keys, itertools.cycle(modes)):
-        yield variant, mode, backend, rows, accumulation
+        yield variant, "seq-mean-token-mean" if variant in BY_ROW else mode, backend, rows, accumulation
 
 
 QUICK_ONE = [
@@ -129,6 +159,7 @@ QUICK_TWO = [
             "bf16": ("ddp",),
             "clipped": ("ddp", "zero1", "zero3"),
             "clipped, auto": ("zero2",),
+            **{policy: (backend,) for policy, backend in zip(POLICIES, itertools.cycle(("ddp", "zero3")))},
         }.items()
         for backend in backends
         for split in ((4, 1) if "small" in variant else TWO_RANKS[(len(variant) + len(backend)) % 3],)
@@ -137,6 +168,11 @@ QUICK_TWO = [
 FULL = [
     *itertools.product(VARIANTS, LOSS_AGG_MODES),
     *itertools.product(EXTRAS, ("token-mean",)),
+    *(
+        (policy, mode)
+        for policy in POLICIES
+        for mode in (("seq-mean-token-mean",) if policy in BY_ROW else LOSS_AGG_MODES)
+    ),
 ]
 
 

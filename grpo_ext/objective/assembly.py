@@ -7,7 +7,8 @@ from .config import BatchInfo, ObjectiveConfig
 from .kl import kl_penalty
 from .masking import keep, require_token_shape, to_tokens
 from .metrics import Metric, mean_metric
-from .policy_losses import POLICY_LOSSES, checked_output
+from .policy_losses import geometric_weights
+from .policy_registry import POLICY_LOSSES, checked_output, step_function, traits
 
 
 def ppo_loss(
@@ -21,6 +22,7 @@ def ppo_loss(
     entropy: Tensor | None = None,
     ref_log_prob: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
+    of_step: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """This micro-batch's share of the optimizer step's loss.
 
@@ -37,6 +39,8 @@ def ppo_loss(
         entropy: `(B, T)`, nats, of the policy's distribution at each position.
         ref_log_prob: `(B, T)`, nats, the frozen reference's; needed with `config.use_kl_loss`.
         rollout_is_weights: `(B, T)`, `(B, 1)` or `(B,)`, multiply the policy loss per token and nothing else.
+        of_step: `(B, T)`, these rows of what the policy loss's step function gave for the whole optimizer step
+            (`clip_cov`, `kl_cov`); `None`: these rows are the whole step, and draws come from torch's generator.
 
     Returns:
         The scalar loss (0 with zero gradient, attached to the graph, if no token is valid), and metrics by verl's
@@ -45,23 +49,32 @@ def ppo_loss(
         `actor/kl_coef` with the KL term. `float()` of each gives this micro-batch's value.
 
     Raises:
-        ValueError: shapes differ; `use_kl_loss` without `ref_log_prob`; `dp_size > 1` without the mode's count.
+        ValueError: shapes differ; `use_kl_loss` without `ref_log_prob`; `dp_size > 1` without the mode's count;
+            `rollout_is_weights` for a loss that makes its own.
 
     Source: verl 0.9.1, `verl.workers.utils.losses.ppo_loss`.
     """
     shape = log_prob.shape
     require_token_shape(
-        shape, old_log_prob=old_log_prob, response_mask=response_mask, entropy=entropy, ref_log_prob=ref_log_prob
+        shape,
+        old_log_prob=old_log_prob,
+        response_mask=response_mask,
+        entropy=entropy,
+        ref_log_prob=ref_log_prob,
+        of_step=of_step,
     )
     if config.use_kl_loss and ref_log_prob is None:
         raise ValueError("use_kl_loss=True needs ref_log_prob, the reference's (B, T) log-probabilities")
+    known = traits(config.policy_loss)
+    if rollout_is_weights is not None and known.rollout_weights == "own":
+        raise ValueError(f"policy_loss={config.policy_loss!r} makes its own weights; leave rollout_is_weights out")
     counts = batch_info or BatchInfo()
 
-    def agg(loss_mat: Tensor) -> Metric:
+    def agg(loss_mat: Tensor, mask: Tensor = response_mask, mode: str = config.loss_agg_mode) -> Metric:
         return agg_metric(
             loss_mat,
-            response_mask,
-            config.loss_agg_mode,
+            mask,
+            mode,
             dp_size=counts.dp_size,
             batch_num_tokens=counts.batch_num_tokens,
             global_batch_size=counts.global_batch_size,
@@ -73,13 +86,21 @@ def ppo_loss(
     old_log_prob = keep(old_log_prob, response_mask).detach()
     advantages = keep(to_tokens("advantages", advantages, shape), response_mask).detach()
 
-    output = POLICY_LOSSES[config.policy_loss](log_prob, old_log_prob, advantages, response_mask, config=config)
-    policy_loss, policy_metrics = checked_output(config.policy_loss, output, log_prob)
+    tensors = (log_prob, old_log_prob, advantages, response_mask)
+    over_step = step_function(config)
+    if over_step is None:
+        output = POLICY_LOSSES[config.policy_loss](*tensors, config=config)
+    else:
+        of_step = over_step(*tensors, config=config) if of_step is None else of_step
+        output = POLICY_LOSSES[config.policy_loss](*tensors, config=config, of_step=of_step)
+    policy_loss, policy_metrics, kept = checked_output(config.policy_loss, output, log_prob, response_mask)
     if rollout_is_weights is not None:
-        weights = keep(to_tokens("rollout_is_weights", rollout_is_weights, shape), response_mask)
-        policy_loss = policy_loss * weights.detach()
+        weights = keep(to_tokens("rollout_is_weights", rollout_is_weights, shape), response_mask).detach()
+        if known.rollout_weights == "geometric":
+            weights = geometric_weights(weights, response_mask)
+        policy_loss = policy_loss * weights
 
-    policy_term = agg(policy_loss)
+    policy_term = agg(policy_loss, kept, known.loss_agg_mode if known.fixed_agg_mode else config.loss_agg_mode)
     loss = policy_term.value
     metrics = {"actor/pg_loss": policy_term}
     for name, value in policy_metrics.items():
@@ -100,4 +121,4 @@ def ppo_loss(
 
 def _detached(metric: Metric) -> Metric:
     total, count = (x.detach() if isinstance(x, Tensor) else x for x in (metric.total, metric.count))
-    return Metric(total, count, metric.share)
+    return Metric(total, count, metric.share, metric.extreme)

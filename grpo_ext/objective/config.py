@@ -2,15 +2,29 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
+from . import policy_losses  # noqa: F401  (fills the registry)
 from .aggregation import LOSS_AGG_MODES
 from .kl import KL_PENALTIES, REFERENCE_FREE_GRADIENT
-from .policy_losses import POLICY_LOSSES
+from .policy_registry import POLICY_LOSSES, traits
+from .rollout_correction import RolloutCorrection
 
 DEFAULT_KL_LOSS_COEF = 0.001
+# The settings of single losses, and what each must lie above.
+_LOSS_NUMBERS = {
+    "tau_pos": 0,
+    "tau_neg": 0,
+    "clip_cov_ratio": 0,
+    "clip_cov_lb": -math.inf,
+    "clip_cov_ub": -math.inf,
+    "kl_cov_ratio": 0,
+    "ppo_kl_coef": 0,
+    "dro_beta": 0,
+}
+BYPASS_LOSS_TYPES = ("ppo_clip", "reinforce")
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,14 @@ class ObjectiveConfig:
         use_kl_loss: whether the loss has the KL term.
         kl_loss_coef: weight of the KL term.
         kl_loss_type: one of `KL_PENALTIES`.
+        tau_pos, tau_neg: `sapo`, steepness of the gate where A > 0 and elsewhere.
+        clip_cov_ratio, clip_cov_lb, clip_cov_ub: `clip_cov`, share of the tokens that is drawn, and the covariances
+            between which.
+        kl_cov_ratio, ppo_kl_coef: `kl_cov`, share of the tokens that is held, and how strongly.
+        dro_beta: `dro`, weight of the quadratic penalty; needed there.
+        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold: as in
+            `RolloutCorrection`. Read by `bypass_mode`, and by the trainer with every other loss.
+        bypass_loss_type: `bypass_mode`, one of `BYPASS_LOSS_TYPES` (verl's `rollout_correction.loss_type`).
 
     Raises:
         ValueError: names the setting, its value and the remedy.
@@ -62,12 +84,27 @@ class ObjectiveConfig:
     use_kl_loss: bool = False
     kl_loss_coef: float = DEFAULT_KL_LOSS_COEF
     kl_loss_type: str = "low_var_kl"
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    clip_cov_ratio: float = 0.0002
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 0.0002
+    ppo_kl_coef: float = 0.1
+    dro_beta: float | None = None
+    rollout_is: str | None = None
+    rollout_is_threshold: float | str = 2.0
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: str | None = None
+    rollout_rs_threshold: float | str | None = None
+    bypass_loss_type: str = "ppo_clip"
 
     def __post_init__(self):
         for name, valid in (
             ("policy_loss", tuple(POLICY_LOSSES)),
             ("loss_agg_mode", LOSS_AGG_MODES),
             ("kl_loss_type", KL_PENALTIES),
+            ("bypass_loss_type", BYPASS_LOSS_TYPES),
         ):
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(valid)}")
@@ -112,6 +149,77 @@ class ObjectiveConfig:
                 UserWarning,
                 stacklevel=3,
             )
+
+        self._check_loss_keys()
+        clipped_bypass = self.policy_loss == "bypass_mode" and self.bypass_loss_type == "ppo_clip"
+        if clipped_bypass and self.rollout_is is not None:
+            raise ValueError(
+                f"rollout_is={self.rollout_is!r} has no effect with bypass_loss_type='ppo_clip', whose ratio is "
+                f"already against the sampler; set bypass_loss_type='reinforce', or drop rollout_is"
+            )
+
+    def _check_loss_keys(self) -> None:
+        """Refuse a setting of another loss, warn of a clip or an aggregation that the loss does not follow."""
+        for name, above in _LOSS_NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None and (not _is_number(value) or value <= above):
+                raise ValueError(f"{name}={value!r} must be a finite number" + (" > 0" if above == 0 else ""))
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ValueError(
+                f"clip_cov_lb={self.clip_cov_lb!r} must be below clip_cov_ub={self.clip_cov_ub!r}; no token lies "
+                f"between them"
+            )
+        for name in ("clip_cov_ratio", "kl_cov_ratio"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} is a share of the tokens; it must be at most 1")
+        if self.policy_loss == "dro" and self.dro_beta is None:
+            raise ValueError(
+                "policy_loss='dro' needs dro_beta, the weight of its penalty; set it, such as dro_beta=0.1"
+            )
+        known = traits(self.policy_loss)
+        default = {f.name: f.default for f in fields(self)}
+        if known.keys is not None:
+            for name in (*_LOSS_NUMBERS, "bypass_loss_type"):
+                if name not in known.keys and getattr(self, name) != default[name]:
+                    owners = [loss for loss in POLICY_LOSSES if name in (traits(loss).keys or ())]
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} has no effect with policy_loss={self.policy_loss!r}; set "
+                        f"policy_loss={' or '.join(map(repr, owners))}, or drop {name}"
+                    )
+            unread = [
+                f"{name}={getattr(self, name)!r}"
+                for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+                if name not in known.keys and getattr(self, name) != default[name]
+            ]
+            if unread:
+                warnings.warn(
+                    f"policy_loss={self.policy_loss!r} does not read {', '.join(unread)}", UserWarning, stacklevel=4
+                )
+        if known.fixed_agg_mode and self.loss_agg_mode != known.loss_agg_mode:
+            warnings.warn(
+                f"the policy term of policy_loss={self.policy_loss!r} is always reduced by {known.loss_agg_mode!r}; "
+                f"loss_agg_mode={self.loss_agg_mode!r} holds for entropy and KL only",
+                UserWarning,
+                stacklevel=4,
+            )
+        elif known.loss_agg_mode not in (None, self.loss_agg_mode):
+            warnings.warn(
+                f"policy_loss={self.policy_loss!r} is meant with loss_agg_mode={known.loss_agg_mode!r}; "
+                f"{self.loss_agg_mode!r} is set",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    @property
+    def rollout_correction(self) -> RolloutCorrection:
+        """The settings of the rollout correction."""
+        return RolloutCorrection(
+            self.rollout_is,
+            self.rollout_is_threshold,
+            self.rollout_is_batch_normalize,
+            self.rollout_rs,
+            self.rollout_rs_threshold,
+        )
 
     @property
     def clip_low(self) -> float:

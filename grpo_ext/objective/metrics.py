@@ -11,19 +11,22 @@ from .masking import masked_sum
 class Metric:
     """`total / max(count, 1)`, kept apart so that micro-batches and ranks combine exactly (README, departure 4).
 
-    Two kinds. A *mean* (`share=False`) carries this micro-batch's own sum and count: the optimizer step's value is
+    Three kinds. A *mean* (`share=False`) carries this micro-batch's own sum and count: the optimizer step's value is
     `sum of totals / sum of counts`. A *share* (`share=True`) carries a count that already spans the optimizer step
-    (and a total times `dp_size`): the shares add up over micro-batches and are averaged over ranks, as the loss is.
+    (and a total times `dp_size`): the shares add up over micro-batches and are averaged over ranks, as the loss is. An
+    *extreme* is the largest or smallest total; an infinite one, of a micro-batch that had none, is left out.
 
     Attributes:
         total: scalar tensor, or a number for a constant; in the metric's own unit.
-        count: scalar tensor or number, what the sum is divided by (tokens, sequences or 1).
-        share: which of the two kinds.
+        count: scalar tensor or number, what the sum is divided by (tokens, sequences or 1); of an extreme, 1.
+        share: whether it is a share.
+        extreme: `"max"`, `"min"`, or `None`.
     """
 
     total: Tensor | float
     count: Tensor | float
     share: bool = False
+    extreme: str | None = None
 
     @property
     def value(self) -> Tensor | float:

@@ -1,5 +1,6 @@
 """From micro-batch sums to the numbers of an optimizer step, in the logs and in users' callbacks."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..objective import Metric
+from ..objective.rollout_correction import finish_rollout_metrics
 from .forward import processed_tokens
 from .nonfinite import NonFiniteSteps
 from .windows import ForwardPlan
@@ -27,10 +29,14 @@ class MetricSums:
 
     def __init__(self):
         self._sums: dict[tuple[str, bool], tuple[Number, Number]] = {}
+        self._extremes: dict[tuple[str, str], Tensor] = {}
 
     def add(self, metrics: dict[str, Metric]) -> None:
         """Add one micro-batch's metrics."""
         for name, metric in metrics.items():
+            if metric.extreme is not None:
+                self._add_extreme(name, metric)
+                continue
             key = (name, metric.share)
             total, count = self._sums.get(key, (0.0, 0.0))
             if metric.share:
@@ -38,17 +44,46 @@ class MetricSums:
             else:
                 self._sums[key] = (total + _precise(metric.total), count + _precise(metric.count))
 
+    def _add_extreme(self, name: str, metric: Metric) -> None:
+        key, value = (name, metric.extreme), _precise(metric.total)
+        if key in self._extremes:
+            pick = torch.maximum if metric.extreme == "max" else torch.minimum
+            value = pick(self._extremes[key], value)
+        self._extremes[key] = value
+
+    def clear(self) -> None:
+        """Forget what was added."""
+        self._sums, self._extremes = {}, {}
+
     def reduce(self, accelerator: Accelerator) -> dict[str, float]:
         """The step's values over all micro-batches and ranks, and an empty slate; call it on every rank.
 
-        A mean is `sum of totals / sum of counts`; a share adds up over micro-batches and is averaged over ranks.
+        A mean is `sum of totals / sum of counts`; a share adds up over micro-batches and is averaged over ranks; an
+        extreme that no rank had is left out.
         """
+        values = self._reduced_sums(accelerator) | self._reduced_extremes(accelerator)
+        self.clear()
+        return values
+
+    def _reduced_extremes(self, accelerator: Accelerator) -> dict[str, float]:
+        if not self._extremes:
+            return {}
+        keys = sorted(self._extremes)
+        signs = [1.0 if extreme == "max" else -1.0 for _, extreme in keys]
+        mine = torch.stack([_on(accelerator.device, s * self._extremes[k]) for s, k in zip(signs, keys, strict=True)])
+        largest = accelerator.gather(mine[None]).amax(0).tolist()
+        return {
+            name: sign * value
+            for (name, _), sign, value in zip(keys, signs, largest, strict=True)
+            if math.isfinite(value)
+        }
+
+    def _reduced_sums(self, accelerator: Accelerator) -> dict[str, float]:
         if not self._sums:
             return {}
         keys = sorted(self._sums)  # the same order on every rank
         pairs = torch.stack([_on(accelerator.device, x) for key in keys for x in self._sums[key]]).view(-1, 2)
         totals = accelerator.reduce(pairs, reduction="sum").tolist()
-        self._sums = {}
         return {
             name: total / accelerator.num_processes if share else total / max(count, 1)
             for (name, share), (total, count) in zip(keys, totals, strict=True)
@@ -148,7 +183,7 @@ class ActorMetricsCallback(TrainerCallback):
         self.clock.start()
 
     def on_step_end(self, args, state, control, **kwargs):
-        metrics = self.sums["train"].reduce(self._trainer.accelerator)
+        metrics = finish_rollout_metrics(self.sums["train"].reduce(self._trainer.accelerator))
         if TOKENS in metrics:
             metrics["perf/tokens_per_second"] = metrics.pop(TOKENS) / max(self.clock.seconds(), 1e-9)
         self._nonfinite.end_step(state.global_step, metrics)
@@ -160,7 +195,7 @@ class ActorMetricsCallback(TrainerCallback):
 
     def finish_evaluation(self) -> None:
         """Put the metrics of the evaluation that ends into its log."""
-        metrics = self.sums["eval"].reduce(self._trainer.accelerator)
+        metrics = finish_rollout_metrics(self.sums["eval"].reduce(self._trainer.accelerator))
         self.record("eval", {name: value for name, value in metrics.items() if not name.startswith("perf/")})
 
     def record(self, mode: str, metrics: dict[str, float]) -> None:

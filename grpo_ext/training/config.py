@@ -1,6 +1,7 @@
 """`GRPOVerlConfig`: TRL's training arguments with verl's objective keys."""
 
 import dataclasses
+import logging
 import math
 import os
 from dataclasses import dataclass, field
@@ -9,9 +10,16 @@ import torch
 from trl import GRPOConfig
 
 from ..objective import KL_PENALTIES, LOSS_AGG_MODES, POLICY_LOSSES, ObjectiveConfig
+from ..objective.advantages import ADV_ESTIMATORS, AdvantageConfig, adv_traits
+from ..objective.distillation import DISTILLATION_LOSSES, DistillationConfig
+from ..objective.reward_shaping import KLControl
+from .diagnosis import DiagnosisThresholds
 from .forward import LAYOUTS
 
+logger = logging.getLogger(__name__)
+
 OBJECTIVE_FIELDS = tuple(f.name for f in dataclasses.fields(ObjectiveConfig))
+DISTILLATION_FIELDS = tuple(f.name for f in dataclasses.fields(DistillationConfig))
 
 
 @dataclass
@@ -29,8 +37,9 @@ class GRPOVerlConfig(GRPOConfig):
     policy_loss: str = field(
         default=ObjectiveConfig.policy_loss,
         metadata={
-            "help": "Policy loss by name (verl: policy_loss.loss_mode): 'vanilla' is PPO's clipped loss with "
-            "Clip-Higher and dual-clip; `register_policy_loss` adds names."
+            "help": "Policy loss by name (verl: policy_loss.loss_mode): "
+            + ", ".join(POLICY_LOSSES)
+            + ". 'vanilla' is PPO's clipped loss with Clip-Higher and dual-clip; `register_policy_loss` adds names."
         },
     )
     clip_ratio: float = field(
@@ -74,9 +83,176 @@ class GRPOVerlConfig(GRPOConfig):
         default=ObjectiveConfig.kl_loss_type,
         metadata={"help": "KL estimator, with use_kl_loss: " + ", ".join(KL_PENALTIES) + "."},
     )
+    tau_pos: float = field(
+        default=ObjectiveConfig.tau_pos, metadata={"help": "'sapo': steepness of the gate where the advantage is > 0."}
+    )
+    tau_neg: float = field(
+        default=ObjectiveConfig.tau_neg, metadata={"help": "'sapo': steepness of the gate where the advantage is <= 0."}
+    )
+    clip_cov_ratio: float = field(
+        default=ObjectiveConfig.clip_cov_ratio, metadata={"help": "'clip_cov': share of the tokens that is left out."}
+    )
+    clip_cov_lb: float = field(
+        default=ObjectiveConfig.clip_cov_lb, metadata={"help": "'clip_cov': least covariance of a token left out."}
+    )
+    clip_cov_ub: float = field(
+        default=ObjectiveConfig.clip_cov_ub, metadata={"help": "'clip_cov': largest covariance of a token left out."}
+    )
+    kl_cov_ratio: float = field(
+        default=ObjectiveConfig.kl_cov_ratio, metadata={"help": "'kl_cov': share of the tokens with the KL penalty."}
+    )
+    ppo_kl_coef: float = field(
+        default=ObjectiveConfig.ppo_kl_coef, metadata={"help": "'kl_cov': weight of the KL penalty."}
+    )
+    dro_beta: float | None = field(
+        default=ObjectiveConfig.dro_beta, metadata={"help": "'dro': weight of the quadratic penalty; needed there."}
+    )
+    rollout_is: str | None = field(
+        default=ObjectiveConfig.rollout_is,
+        metadata={
+            "help": "Rollout correction: importance weights of the trainer's policy over the sampler's, per 'token' or "
+            "'sequence'. None: no weights."
+        },
+    )
+    rollout_is_threshold: str = field(  # or a number
+        default=ObjectiveConfig.rollout_is_threshold,
+        metadata={"help": "Upper bound of the weights (truncated there), or 'low_high' (0 outside)."},
+    )
+    rollout_is_batch_normalize: bool = field(
+        default=ObjectiveConfig.rollout_is_batch_normalize,
+        metadata={"help": "Whether the weights are divided by their mean over the batch."},
+    )
+    rollout_rs: str | None = field(
+        default=ObjectiveConfig.rollout_rs,
+        metadata={
+            "help": "Rollout correction: rejection by the log ratio of the two policies: token_k1, token_k2, token_k3, "
+            "seq_sum_k1, seq_mean_k1, seq_max_k2, ...; several with commas. None: no rejection."
+        },
+    )
+    rollout_rs_threshold: str | None = field(
+        default=ObjectiveConfig.rollout_rs_threshold,
+        metadata={"help": "Bounds of rollout_rs: for k1 'low_high' or an upper bound of the ratio, else nats."},
+    )
+    bypass_loss_type: str = field(
+        default=ObjectiveConfig.bypass_loss_type,
+        metadata={"help": "'bypass_mode': 'ppo_clip' or 'reinforce' (verl: rollout_correction.loss_type)."},
+    )
+    adv_estimator: str = field(
+        default=AdvantageConfig.adv_estimator,
+        metadata={
+            "help": "How rewards become advantages (verl: algorithm.adv_estimator): "
+            + ", ".join(ADV_ESTIMATORS)
+            + "; `register_adv_est` adds names."
+        },
+    )
+    gamma: float = field(
+        default=AdvantageConfig.gamma,
+        metadata={"help": "'reinforce_plus_plus': discount per token, in (0, 1]."},
+    )
     norm_adv_by_std_in_grpo: bool = field(
         default=True,
         metadata={"help": "Whether advantages are divided by their group's standard deviation. False: Dr.GRPO."},
+    )
+    use_kl_in_reward: bool = field(
+        default=False,
+        metadata={"help": "Whether the KL of each token to the frozen reference is taken off its reward."},
+    )
+    kl_penalty: str = field(
+        default="kl",
+        metadata={"help": "KL estimator, with use_kl_in_reward: " + ", ".join(KL_PENALTIES) + "."},
+    )
+    kl_ctrl: str = field(
+        default=KLControl.kl_ctrl,
+        metadata={
+            "help": "Coefficient of the KL in the reward (verl: kl_ctrl.type): 'fixed', or 'adaptive', which steers "
+            "the KL towards target_kl."
+        },
+    )
+    kl_coef: float = field(
+        default=KLControl.kl_coef,
+        metadata={"help": "Coefficient of the KL in the reward, at the start if it is adaptive."},
+    )
+    target_kl: float = field(
+        default=KLControl.target_kl, metadata={"help": "'adaptive': KL to the reference to aim at, nats per token."}
+    )
+    horizon: float = field(
+        default=KLControl.horizon,
+        metadata={"help": "'adaptive': responses over which the coefficient moves; the larger, the slower."},
+    )
+    overlong_buffer_len: int | None = field(
+        default=None,
+        metadata={
+            "help": "DAPO's soft overlong punishment: tokens before max_completion_length over which the reward falls. "
+            "None: no punishment."
+        },
+    )
+    overlong_buffer_penalty_factor: float = field(
+        default=1.0, metadata={"help": "What the punishment takes off the reward at max_completion_length."}
+    )
+    filter_groups: bool = field(
+        default=False,
+        metadata={
+            "help": "DAPO's dynamic sampling: whether groups whose responses all score alike are dropped and replaced "
+            "by groups of further prompts."
+        },
+    )
+    filter_groups_metric: str = field(
+        default="reward",
+        metadata={
+            "help": "What has to differ within a group: 'reward', the summed reward before KL and overlong punishment, "
+            "or a reward function's name, such as 'acc'."
+        },
+    )
+    max_num_gen_batches: int = field(
+        default=10,
+        metadata={
+            "help": "With filter_groups: generation batches sampled at most for one; what is missing then is filled "
+            "with dropped groups."
+        },
+    )
+    teacher_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "On-policy distillation: the teacher, a name, a path, or the URL of a vLLM server. None: none."
+        },
+    )
+    distillation_loss_mode: str = field(
+        default=DistillationConfig.distillation_loss_mode,
+        metadata={"help": "Distance to the teacher: " + ", ".join(DISTILLATION_LOSSES) + "."},
+    )
+    distillation_topk: int = field(
+        default=DistillationConfig.distillation_topk,
+        metadata={"help": "'forward_kl_topk': the teacher's most likely tokens at each position that are compared."},
+    )
+    use_task_rewards: bool = field(
+        default=DistillationConfig.use_task_rewards,
+        metadata={"help": "With a teacher: whether the policy loss of the rewards is in the loss too."},
+    )
+    use_policy_gradient: bool = field(
+        default=DistillationConfig.use_policy_gradient,
+        metadata={
+            "help": "With a teacher: whether the negative distance is an advantage; False differentiates it directly."
+        },
+    )
+    distillation_loss_coef: float = field(
+        default=DistillationConfig.distillation_loss_coef,
+        metadata={"help": "Weight of the distillation loss beside the task rewards."},
+    )
+    distillation_loss_max_clamp: float | None = field(
+        default=DistillationConfig.distillation_loss_max_clamp,
+        metadata={"help": "Bound of a token's distillation loss on both sides, nats. None: none."},
+    )
+    distillation_log_prob_min_clamp: float | None = field(
+        default=DistillationConfig.distillation_log_prob_min_clamp,
+        metadata={"help": "'forward_kl_topk': bound from below of both models' log-probs, nats. None: none."},
+    )
+    distillation_clip_ratio_low: float = field(
+        default=DistillationConfig.distillation_clip_ratio_low,
+        metadata={"help": "Lower epsilon of the distillation's clip, with use_policy_gradient."},
+    )
+    distillation_clip_ratio_high: float = field(
+        default=DistillationConfig.distillation_clip_ratio_high,
+        metadata={"help": "Upper epsilon of the distillation's clip, with use_policy_gradient."},
     )
     shuffle_mini_batches: bool = field(
         default=False,
@@ -114,6 +290,29 @@ class GRPOVerlConfig(GRPOConfig):
             "help": "A step whose gradient is NaN or infinite is skipped and counted; so many in a row end the run."
         },
     )
+    preflight: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the batch plan, the parameters, the memory and warnings are printed before the first "
+            "step. Reward functions are called once each for it, on a gold answer and a wrong one."
+        },
+    )
+
+    diagnosis: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether a warning says what is wrong with the run: collapsed entropy, groups without spread, "
+            "truncation, ... Each is said once; a healthy run has none."
+        },
+    )
+    diagnosis_thresholds: dict[str, float] | str | None = field(
+        default=None,
+        metadata={
+            "help": "When the diagnosis speaks, by name; the others keep their defaults: "
+            + ", ".join(f"{f.name} ({f.default:g})" for f in dataclasses.fields(DiagnosisThresholds))
+            + "."
+        },
+    )
 
     # README, departure 12. With dropout the ratio differs from 1 before any update; verl runs without it.
     disable_dropout: bool = field(
@@ -133,6 +332,11 @@ class GRPOVerlConfig(GRPOConfig):
         self._refuse_wrong_types()
         objective = self.objective_config()
         self._refuse_other_names(objective)
+        self._check_scoring()
+        self._replace_vllm_correction(objective)
+        self._check_distillation(objective)
+        self._refuse_without_effect("diagnosis", "diagnosis_thresholds")
+        self.diagnosis_config()
         self._refuse_indivisible_batches()
         if self.bf16 is None and (self.use_cpu or not torch.accelerator.is_available()):
             self.bf16 = False  # TRL's default, True, needs an accelerator
@@ -156,7 +360,14 @@ class GRPOVerlConfig(GRPOConfig):
 
     def _refuse_wrong_types(self) -> None:
         """Refuse counts that are not whole numbers from 1, and switches that are not booleans."""
-        for name in ("norm_adv_by_std_in_grpo", "shuffle_mini_batches", "calculate_entropy", "disable_dropout"):
+        for name in (
+            "norm_adv_by_std_in_grpo",
+            "shuffle_mini_batches",
+            "calculate_entropy",
+            "disable_dropout",
+            "diagnosis",
+            "preflight",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         optional = ("steps_per_generation", "generation_batch_size", "num_generations_eval", "max_tokens_per_forward")
@@ -176,6 +387,115 @@ class GRPOVerlConfig(GRPOConfig):
             self.per_device_train_batch_size * ranks * self.steps_per_generation
         ):
             self.generation_batch_size = None
+
+    def _replace_vllm_correction(self, objective: ObjectiveConfig) -> None:
+        """Let the rollout correction, where it is set, take the place of TRL's own, which is on by default."""
+        if not objective.rollout_correction.active and objective.policy_loss != "bypass_mode":
+            return
+        default = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+        for name in ("mode", "clip_max", "clip_min"):
+            name = f"vllm_importance_sampling_{name}"
+            if getattr(self, name) != default[name]:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} belongs to TRL's own correction, which rollout_is, rollout_rs and "
+                    f"policy_loss='bypass_mode' replace; drop it, and set rollout_is and rollout_is_threshold"
+                )
+        self.vllm_importance_sampling_correction = False
+
+    def _check_scoring(self) -> None:
+        """Refuse what cannot be scored with, and what would have no effect on the advantages."""
+        for name in ("use_kl_in_reward", "filter_groups"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        for name in ("max_num_gen_batches", "overlong_buffer_len"):
+            value = getattr(self, name)
+            if value is None and name == "overlong_buffer_len":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        self._refuse_without_effect("use_kl_in_reward", "kl_penalty", "kl_ctrl", "kl_coef", "target_kl", "horizon")
+        self._refuse_without_effect("filter_groups", "filter_groups_metric", "max_num_gen_batches")
+        self._refuse_without_effect("overlong_buffer_len", "overlong_buffer_penalty_factor")
+        if self.kl_penalty not in KL_PENALTIES:
+            raise ValueError(f"kl_penalty={self.kl_penalty!r} is unknown; choose one of {', '.join(KL_PENALTIES)}")
+        self.kl_control()
+        self._check_estimator()
+        factor = self.overlong_buffer_penalty_factor
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+            raise ValueError(f"overlong_buffer_penalty_factor={factor!r} must be a finite number > 0, such as 1.0")
+        if self.overlong_buffer_len is not None and self.overlong_buffer_len > self.max_completion_length:
+            raise ValueError(
+                f"overlong_buffer_len={self.overlong_buffer_len} is longer than "
+                f"max_completion_length={self.max_completion_length}; shorten the buffer or allow longer completions"
+            )
+        if self.use_kl_in_reward and self.use_kl_loss:
+            logger.warning(
+                "use_kl_in_reward and use_kl_loss are both on, so the KL to the reference counts twice; verl's recipes "
+                "use one of them"
+            )
+
+    def _check_estimator(self) -> None:
+        name = self.advantage_config().adv_estimator
+        if adv_traits(name).needs_several and self.num_generations_eval == 1:
+            raise ValueError(
+                f"num_generations_eval=1 does not fit adv_estimator={name!r}, which compares the responses to one "
+                f"prompt; set it to 2 or more"
+            )
+        if name == "gdpo":
+            for setting, on in (
+                ("use_kl_in_reward", self.use_kl_in_reward),
+                ("overlong_buffer_len", self.overlong_buffer_len is not None),
+            ):
+                if on:
+                    raise ValueError(
+                        f"{setting}={getattr(self, setting)!r} has no effect with adv_estimator='gdpo', which reads "
+                        f"the reward functions one by one; drop it, or give the penalty as a reward function"
+                    )
+
+    def _refuse_without_effect(self, switch: str, *names: str) -> None:
+        """Refuse settings that differ from their defaults while the one that makes them count is off."""
+        if getattr(self, switch):
+            return
+        default = {f.name: f.default for f in dataclasses.fields(self)}
+        for name in names:
+            if getattr(self, name) != default[name]:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no effect with {switch}={getattr(self, switch)!r}; set "
+                    f"{switch}, or drop {name}"
+                )
+
+    def advantage_config(self) -> AdvantageConfig:
+        """The settings of `compute_advantages`."""
+        return AdvantageConfig(self.adv_estimator, self.norm_adv_by_std_in_grpo, self.gamma)
+
+    def kl_control(self) -> KLControl:
+        """The settings of the coefficient of the KL in the reward."""
+        return KLControl(self.kl_ctrl, self.kl_coef, self.target_kl, self.horizon)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything reads the frozen reference model."""
+        return self.use_kl_loss or self.use_kl_in_reward
+
+    def distillation_config(self) -> DistillationConfig:
+        """The settings of `distillation_ppo_loss`."""
+        return DistillationConfig(**{name: getattr(self, name) for name in DISTILLATION_FIELDS})
+
+    def diagnosis_config(self) -> DiagnosisThresholds:
+        """The thresholds of `diagnose`."""
+        return DiagnosisThresholds.of(self.diagnosis_thresholds)
+
+    def _check_distillation(self, objective: ObjectiveConfig) -> None:
+        """Refuse settings of the distillation without a teacher, or that do not fit the rest."""
+        if self.teacher_model is None:
+            for name in DISTILLATION_FIELDS:
+                if getattr(self, name) != getattr(DistillationConfig, name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} has no effect without a teacher; set teacher_model, or drop "
+                        f"{name}"
+                    )
+            return
+        self.distillation_config().require_compatible(objective)
 
     def objective_config(self) -> ObjectiveConfig:
         """The settings of `ppo_loss`, with `loss_scale_factor=None` resolved to `max_completion_length` tokens."""
@@ -236,7 +556,9 @@ class GRPOVerlConfig(GRPOConfig):
         )
         yield row(
             "multi_objective_aggregation",
-            "the weighted sum of the rewards is normalised per group; leave 'sum_then_normalize'",
+            "set adv_estimator='gdpo', which normalises the reward functions one by one, and leave "
+            "'sum_then_normalize'",
+            *(("normalize_then_sum",) if self.adv_estimator == "gdpo" else ()),
         )
         yield row("entropy_coef", f"set entropy_coeff={self.entropy_coef!r}", objective.entropy_coeff)
         adaptive = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")

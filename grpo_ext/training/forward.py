@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -30,6 +30,7 @@ class Scores(NamedTuple):
     log_probs: Tensor  # nats
     entropies: Tensor | None  # nats
     aux_loss: Tensor | None  # scalar
+    topk: Any = None  # `topk_head.StudentTopK`, `(B, C, K)`, at a teacher's tokens
 
 
 @dataclass(frozen=True)

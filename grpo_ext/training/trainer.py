@@ -19,7 +19,7 @@ from trl.trainer.utils import (
     unsplit_pixel_values_by_grid,
 )
 
-from ..objective import PROPORTIONAL_TO_ADVANTAGE, Metric, grpo_advantage, ppo_loss
+from ..objective import Metric, ppo_loss, step_function, traits
 from ..objective.metrics import mean_metric
 from . import preflight
 from .adapters import complete_reference, require_one_adapter, saved_adapters_train
@@ -34,12 +34,21 @@ from .checkpoints import (
     write_rank_state,
 )
 from .config import GRPOVerlConfig
+from .correction import RolloutCorrector
+from .diagnosis import DiagnosisCallback
+from .distillation import TOPK_IDS, Distiller
+from .dynamic_sampling import DynamicSampler, PromptStream, require_text
 from .forward import Rows, Scores, choose_layout, row_lengths, score
+from .greedy_baseline import greedy_rewards, require_own_sampling
 from .layout import CostModel, RowLength, exactly, packed_groups, padded_groups
 from .nonfinite import NonFiniteSteps, nonfinite_counts
+from .plan import print_preflight
 from .reference import frozen_copy, reference_is
 from .rewards import checked_reward
 from .rollouts import checked_rollout
+from .scoring import Sampled, Scorer
+from .topk_head import score_topk
+from .whole_step import over_whole_step
 from .windows import Batch, EpochSampler, ForwardPlan, Rollout, Splitter, response_mask
 
 logger = logging.getLogger(__name__)
@@ -111,12 +120,13 @@ class GRPOVerlTrainer(GRPOTrainer):
             )
         self._check(args, model, train_dataset, eval_dataset, environment_factory)
         require_one_adapter(model, peft_config)
+        require_own_sampling(args, rollout_func, environment_factory)
 
         reference = None
-        if args.use_kl_loss and isinstance(model, PreTrainedModel) and peft_config is None:
+        if args.needs_reference and isinstance(model, PreTrainedModel) and peft_config is None:
             reference = frozen_copy(model)
         # TRL sets a reference up if `beta` is not 0, and only its own loss reads the value.
-        beta, args.beta = args.beta, float(args.use_kl_loss)
+        beta, args.beta = args.beta, float(args.needs_reference)
         try:
             with reference_is(reference), saved_adapters_train():
                 super().__init__(
@@ -147,10 +157,14 @@ class GRPOVerlTrainer(GRPOTrainer):
         ]
         self.rollout_func = checked_rollout(self.rollout_func)
         self._rollout: Rollout | None = None
-        self._scored_rewards: Tensor | None = None
+        self._rewarded: tuple[Tensor, list[int]] | None = None  # of what TRL is sampling: rewards, lengths
+        self._scorer = Scorer(args, self.reward_weights, self.accelerator)
+        self._dynamic_sampler = self._make_dynamic_sampler() if args.filter_groups else None
         self._nonfinite = NonFiniteSteps(args.max_nonfinite_steps)
         self._actor_metrics = ActorMetricsCallback(self, self._nonfinite)
         self.add_callback(self._actor_metrics)
+        if args.diagnosis:
+            self.add_callback(DiagnosisCallback(args.diagnosis_config()))
         self._train_sampler: EpochSampler | None = None
         self._epoch, self._epoch_start = 0, 0  # the latter counts micro-batches, as `_step` does
         self._resumed_at: tuple[int, int] | None = None  # epoch, micro-batches of it
@@ -165,6 +179,10 @@ class GRPOVerlTrainer(GRPOTrainer):
                 args.pad_to_multiple_of,
             )
         self._cost = CostModel.of(base_model.config, self.accelerator.device.type)
+        self._corrector = RolloutCorrector(self.objective_config, self.accelerator)
+        self._distiller: Distiller | None = None
+        if args.teacher_model is not None:
+            self._distiller = Distiller(args, self.accelerator, self._tokenizer, self.model, self._layout)
         self._settle_dropout()
 
     @staticmethod
@@ -178,6 +196,7 @@ class GRPOVerlTrainer(GRPOTrainer):
                 preflight.require_prompts(dataset, f"eval_dataset {name}".strip())
         if train_dataset is not None:
             preflight.require_full_batches(train_dataset, args)
+            require_text(train_dataset, args)
         if isinstance(model, PeftModel):
             preflight.require_trainable(model)
             preflight.require_single_trained_adapter(model)
@@ -214,34 +233,51 @@ class GRPOVerlTrainer(GRPOTrainer):
                 )
         return tokenized
 
-    def _calculate_rewards(self, *args, **kwargs) -> Tensor:
-        rewards = super()._calculate_rewards(*args, **kwargs)  # (N, functions), of all ranks
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        # (N, functions), of all ranks
         for name, infinite in zip(self.reward_func_names, rewards.isinf().any(0).tolist(), strict=True):
             if infinite:  # functions are checked one by one; this is a reward model
                 raise ValueError(f"reward {name!r} is infinite at step {self.state.global_step}; it must be finite")
-        self._scored_rewards = rewards
+        self._rewarded = rewards, [len(ids) for ids in completion_ids_list]
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
-        batch = super()._generate_and_score_completions(inputs)
-        advantages = self._advantages(self._scored_rewards)
-        self._scored_rewards = None
-        self._correct_logged_advantages(advantages)
-        rows = batch["advantages"].shape[0]
-        rank = self.accelerator.process_index
-        batch["advantages"] = advantages[rank * rows : (rank + 1) * rows]
-        return batch
+        train, metrics = self.model.training, {}
+        if train and self._dynamic_sampler is not None:
+            sampled, metrics = self._dynamic_sampler.fill(inputs, self._sample, self._logs)
+        else:
+            sampled = self._sample(inputs)
+        batch = sampled.batch
+        outcomes = self._scorer.outcomes(sampled, lambda: self._old_log_probs(batch), train=train)
+        metrics |= outcomes.metrics
+        group, baselines = self.num_generations if train else self.num_generations_eval, None
+        if self._scorer.needs_baseline:
+            greedy = self._scorer.baselines(*greedy_rewards(self, batch["inputs"], group))
+            metrics[f"{self.args.adv_estimator}/baseline_reward"] = greedy.nanmean().item()
+            baselines, self._rewarded = greedy.repeat_interleave(group), None
+        batch["advantages"], of_rows = self._scorer.advantages(sampled, outcomes, group, baselines)
+        self._correct_logged_advantages(of_rows)
+        self._actor_metrics.record("train" if train else "eval", metrics)
+        spent = ["completion_lengths", "inputs", *([] if self.args.use_kl_loss else ["ref_per_token_logps"])]
+        return {name: value for name, value in batch.items() if name not in spent}
 
-    def _advantages(self, rewards_per_func: Tensor) -> Tensor:
-        """verl's advantages of all ranks' responses, `(N,)`, from their rewards `(N, functions)`."""
-        weights = self.reward_weights.to(rewards_per_func.device)
-        rewards = (rewards_per_func * weights).nansum(1)
-        rewards[rewards_per_func.isnan().all(1)] = torch.nan
-        return grpo_advantage(
-            rewards,
-            self.num_generations if self.model.training else self.num_generations_eval,
-            norm_adv_by_std_in_grpo=self.args.norm_adv_by_std_in_grpo,
-        )
+    def _sample(self, inputs: list[dict[str, Any]]) -> Sampled:
+        """Completions and rewards of this rank's rows, by TRL; its advantages are not used."""
+        batch = super()._generate_and_score_completions(inputs)
+        (rewards, lengths), self._rewarded = self._rewarded, None
+        batch["completion_lengths"] = torch.tensor(lengths, device=rewards.device)
+        if self._scorer.needs_baseline:
+            batch["inputs"] = inputs
+        return Sampled(batch, rewards)
+
+    def _make_dynamic_sampler(self) -> DynamicSampler:
+        columns = None
+        if self.args.remove_unused_columns:  # as the data loader does
+            self._set_signature_columns_if_needed()
+            columns = self._signature_columns
+        stream = PromptStream(self.train_dataset, self.args.seed, columns)
+        return DynamicSampler(self.args, stream, self._scorer.total, self.reward_func_names, self.accelerator)
 
     def _correct_logged_advantages(self, advantages: Tensor) -> None:
         """Replace TRL's advantages, the last entries of the completions table, by the ones in force."""
@@ -258,23 +294,61 @@ class GRPOVerlTrainer(GRPOTrainer):
         if self._rollout is None or self._step % self._cycle == 0:
             with self._actor_metrics.clock.excluding():
                 batch = self._generate_and_score_completions(generation_batch)
+                self._correct_rollout(batch)
+                if self._distiller is not None:
+                    self._distiller.score(batch)
             if self.args.shuffle_mini_batches:
                 batch = unsplit_pixel_values_by_grid(shuffle_sequence_dict(split_pixel_values_by_grid(batch)))
             self._rollout = self._splitter().split(batch, self.accelerator)
-        return self._rollout.micro_batch(
-            self._step % steps, self.args.gradient_accumulation_steps, self.current_gradient_accumulation_steps
-        )
+        index, accumulation = self._step % steps, self.args.gradient_accumulation_steps
+        if index % accumulation == 0:
+            self._look_at_whole_step(index, index + self.current_gradient_accumulation_steps)
+        return self._rollout.micro_batch(index, accumulation, self.current_gradient_accumulation_steps)
+
+    def _correct_rollout(self, batch: Batch) -> None:
+        """Weights and rejection of rows that another policy, or another implementation, sampled."""
+        if not self._corrector.active:
+            return
+        for name, value in self._corrector.apply(batch, lambda: self._old_log_probs(batch)).items():
+            self._metrics["train"][name].append(value)
+
+    @torch.no_grad()
+    def _old_log_probs(self, batch: Batch) -> Tensor:
+        """`(B, T)`, nats, of the policy as it is now, where TRL saw no need for them."""
+        return self._get_per_token_logps_and_entropies(
+            self.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].size(1),
+            batch_size=self.args.per_device_train_batch_size,
+            **{key: batch[key] for key in _MULTIMODAL_KEYS if key in batch},
+        )[0]
+
+    def _look_at_whole_step(self, start: int, end: int) -> None:
+        """Give a policy loss that looks at the whole optimizer step what it needs, before the step's first backward."""
+        function = step_function(self.objective_config)
+        if function is None:
+            return
+        window = self._rollout.micro_batches[start:end]
+        with torch.no_grad():
+            log_probs = [
+                self._forward(self.model, {**micro, "plan": plan}).log_probs
+                for micro, plan in zip(window, self._rollout.plans[start:end], strict=True)
+            ]
+        seed = self.args.seed * 1_000_003 + self.state.global_step  # so that a resumed run draws alike
+        over_whole_step(function, window, log_probs, self.objective_config, seed, self.accelerator)
 
     def _splitter(self) -> Splitter:
         objective = self.objective_config
         other_terms = objective.use_kl_loss or objective.entropy_coeff != 0 or self.aux_loss_enabled
+        other_terms = other_terms or self._distiller is not None
         off_policy = self._cycle != self.args.gradient_accumulation_steps or self.use_vllm
         return Splitter(
             steps_per_generation=self.args.steps_per_generation,
             accumulation=self.args.gradient_accumulation_steps,
             cost=self._cost,
             group=None if self._layout == "padded" else self._train_groups,
-            spare_zero_advantages=not other_terms and objective.policy_loss in PROPORTIONAL_TO_ADVANTAGE,
+            spare_zero_advantages=not other_terms and traits(objective.policy_loss).proportional_to_advantage,
             observe_spared=self.args.calculate_entropy or off_policy or objective.policy_loss != "vanilla",
         )
 
@@ -295,9 +369,13 @@ class GRPOVerlTrainer(GRPOTrainer):
         """
         if return_outputs:
             raise ValueError("return_outputs=True is not supported: the loss is computed without logits")
-        log_prob, entropy, aux_loss = self._forward(model, inputs)
+        scores = self._forward(model, inputs)
+        log_prob, entropy, aux_loss = scores[:3]
         mask, old_log_prob = response_mask(inputs), inputs.get("old_per_token_logps")
-        loss, metrics = ppo_loss(
+        objective, teacher = ppo_loss, {}
+        if self._distiller is not None and self.model.training:  # an evaluation has no teacher
+            objective, teacher = self._distiller.loss, self._distiller.terms(inputs, scores)
+        loss, metrics = objective(
             log_prob,
             log_prob.detach() if old_log_prob is None else old_log_prob,
             inputs["advantages"],
@@ -307,6 +385,8 @@ class GRPOVerlTrainer(GRPOTrainer):
             entropy=entropy if self.objective_config.entropy_coeff != 0 else None,
             ref_log_prob=inputs.get("ref_per_token_logps"),
             rollout_is_weights=inputs.get("importance_sampling_ratio"),
+            of_step=inputs.get("of_step"),
+            **teacher,
         )
         # README, departure 10. The gradient of a clamp at NaN is 0: a NaN reference would pass for a finite gradient
         counted = torch.where(mask.bool(), log_prob, 0.0)
@@ -346,7 +426,12 @@ class GRPOVerlTrainer(GRPOTrainer):
         rows = Rows(input_ids, completions.size(1), plan.lengths)
         packed = self._layout == "packed"
         with self.accelerator.autocast():
-            scores = score(model, rows, plan.train, packed=packed, entropy=True, aux_loss=self.aux_loss_enabled)
+            known = {"packed": packed, "entropy": True, "aux_loss": self.aux_loss_enabled}
+            if TOPK_IDS in inputs:
+                scores, topk = score_topk(model, rows, plan.train, inputs[TOPK_IDS], **known)
+                scores = scores._replace(topk=topk)
+            else:
+                scores = score(model, rows, plan.train, **known)
             if plan.observe:
                 with torch.no_grad():
                     observed = score(model, rows, plan.observe, packed=packed, entropy=True)
@@ -385,7 +470,7 @@ class GRPOVerlTrainer(GRPOTrainer):
             count = torch.tensor([len(groups)], device=self.accelerator.device)
             groups = exactly(groups, self.accelerator.gather(count).max().item())
         with self.accelerator.autocast():
-            return score(
+            scores = score(
                 model,
                 Rows(input_ids, logits_to_keep, lengths),
                 groups,
@@ -393,6 +478,7 @@ class GRPOVerlTrainer(GRPOTrainer):
                 entropy=compute_entropy,
                 aux_loss=compute_aux_loss,
             )
+        return scores.log_probs, scores.entropies, scores.aux_loss
 
     def _train_groups(self, lengths: list[RowLength]) -> list[list[int]]:
         return self._groups(lengths, self.args.per_device_train_batch_size)
@@ -448,6 +534,7 @@ class GRPOVerlTrainer(GRPOTrainer):
         self._step, self._rollout, self._resumed_at = 0, None, None
         self._actor_metrics.sums.clear()  # of a call that was broken off
         self._nonfinite.load_state(NonFiniteSteps(0).state())
+        self._load_scoring({})
         if resume_from_checkpoint:
             explicit = resume_from_checkpoint is not True
             folder = (
@@ -455,6 +542,8 @@ class GRPOVerlTrainer(GRPOTrainer):
             )
             self._restore(folder)
             resume_from_checkpoint = str(folder)
+        if self.args.preflight:
+            print_preflight(self)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _geometry(self) -> dict[str, int]:
@@ -503,6 +592,13 @@ class GRPOVerlTrainer(GRPOTrainer):
             self._step, self._resumed_at = state["step"], (state["epoch"], state["batches"])
         self._rollout = None if state["rollout"] is None else Rollout.from_state(state["rollout"])
         self._nonfinite.load_state(state["nonfinite"])
+        self._load_scoring(state)
+
+    def _load_scoring(self, state: dict[str, Any]) -> None:
+        """The reward's KL coefficient and the place in the further prompts, of a checkpoint or (`{}`) of the start."""
+        self._scorer.load_state(state.get("scorer"))
+        if self._dynamic_sampler is not None:
+            self._dynamic_sampler.stream.load_state(state.get("further_prompts"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.args.save_only_model:  # and nothing to resume from
@@ -526,6 +622,8 @@ class GRPOVerlTrainer(GRPOTrainer):
             "batches": self._step - self._epoch_start,
             "rollout": self._rollout.state() if inside_cycle else None,
             "nonfinite": self._nonfinite.state(),
+            "scorer": self._scorer.state(),
+            "further_prompts": None if self._dynamic_sampler is None else self._dynamic_sampler.stream.state(),
         }
         write_rank_state(folder, self.accelerator.process_index, state)
         self.accelerator.wait_for_everyone()

@@ -129,6 +129,8 @@ class Splitter:
         rows = len(batch["completion_ids"])
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         lengths = row_lengths(attention, batch["completion_ids"].size(1))
+        first = accelerator.process_index * rows
+        batch["row_index"] = torch.arange(first, first + rows, device=attention.device)  # as generated
         spared = [False] * rows
         if self.spare_zero_advantages:
             spared = (batch["advantages"].view(rows, -1) == 0).all(1).tolist()
