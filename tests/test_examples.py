@@ -1,6 +1,7 @@
 """The scripts and configs under examples/, run as a reader runs them."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -22,7 +23,28 @@ QUICKSTART = EXAMPLES / "configs" / "quickstart.yaml"
 # Two optimizer steps of 8 responses in each generation of 16
 SMALL = ["--per_device_train_batch_size", "8", "--steps_per_generation", "2", "--eval_problems", "8"]
 
+# A recipe at the size of the embedded model; what differs between recipes stays as it is
+EMBEDDED = [
+    "--model_name_or_path", "examples/tiny_qwen2", "--dataset_name", "word_problems", "--bf16", "false",
+    "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1", "--steps_per_generation", "2",
+    "--num_generations", "4", "--max_completion_length", "24", "--max_steps", "2", "--eval_problems", "0",
+    "--save_strategy", "no", "--log_completions", "false", "--disable_tqdm", "true",
+]  # fmt: skip
+RECIPES = {
+    "dapo": (["--overlong_buffer_len", "8"], ["filter_groups/kept", "reward_overlong/mean"]),
+    "dr-grpo": ([], []),
+    "gspo": ([], []),
+    "cispo": ([], []),
+    "gmpo": ([], []),
+    "kl-cov": ([], []),
+    "reinforce-plus-plus": ([], ["actor/reward_kl_penalty"]),
+    "deepseek-v3": ([], []),
+    "on-policy-distillation": (["--teacher_model", "examples/tiny_qwen2"], ["distillation/loss"]),
+    "custom_policy_loss": ([], ["actor/positive_fraction"]),
+}
+
 sys.path.insert(0, str(EXAMPLES))
+import custom_policy_loss  # noqa: E402, F401  (registers the loss that its config names)
 import train_gsm8k  # noqa: E402
 
 
@@ -124,6 +146,24 @@ def test_lora_saves_an_adapter_that_reloads(tmp_path, train):
     assert moved and all(parameter.abs().sum() > 0 for parameter in moved)  # B starts at 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["accuracy_before"] is None and summary["accuracy_after"] is None
+
+
+def test_every_recipe_is_run():
+    ready = {path.stem for path in (EXAMPLES / "configs").glob("*.yaml")}
+    assert ready - {"quickstart", "qwen2.5-0.5b-lora", "qwen3-8b"} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_takes_two_steps_on_the_embedded_model(name, tmp_path, train):
+    settings, logged = RECIPES[name]
+    config = EXAMPLES / "configs" / f"{name}.yaml"
+    train("--config", config, "--output_dir", tmp_path, *EMBEDDED, *settings)
+    steps = [entry for entry in read_log(tmp_path / "log.jsonl") if "grad_norm" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2]
+    assert {"reward", *logged} <= {*steps[0], *steps[1]}  # one generation for both
+    for entry in steps:
+        assert "actor/pg_loss" in entry
+        assert all(math.isfinite(value) for key, value in entry.items() if isinstance(value, float)), entry
 
 
 def test_overwrite_removes_the_earlier_run_and_nothing_else(tmp_path):
