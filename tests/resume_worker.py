@@ -53,6 +53,16 @@ SETTINGS = {
     "seed": 7,
 }
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+# Dynamic sampling, and a KL in the reward whose coefficient moves
+FILTERED = {
+    "filter_groups": True,
+    "use_kl_in_reward": True,
+    "kl_penalty": "low_var_kl",
+    "kl_ctrl": "adaptive",
+    "kl_coef": 0.1,
+    "target_kl": 0.01,
+    "horizon": 50,
+}
 RANK = int(os.environ.get("RANK", "0"))
 
 

@@ -29,6 +29,8 @@ VARIANTS = {
     "lora": {"kind": "lora", **worker.KL},
     "full": {"kind": "full", **worker.KL},
     "adapter": {"kind": "adapter", **worker.KL},
+    "filtered": worker.FILTERED,
+    "filtered stream": {"stream": True, **worker.FILTERED},
 }
 
 
@@ -80,6 +82,9 @@ def assert_goes_on_as(whole_run, trainer, out, step: int) -> None:
         ("full", 6),
         ("adapter", 3),
         ("adapter", 6),
+        ("filtered", 3),
+        ("filtered", 6),
+        ("filtered stream", 4),
     ],
 )
 def test_resumed_is_uninterrupted(whole, tmp_path, variant, step):
@@ -98,6 +103,16 @@ def test_the_runs_can_tell_a_difference(whole):
     lengths = {len(ids) for entry in seen for ids in entry["completions"]}
     assert len(lengths) > 1
     assert worker.differences(outcome, dict(worker.policy("full").named_parameters()))
+
+
+def test_filtered_runs_read_on_and_move_their_coefficient(whole):
+    """Before and after the steps they are resumed at; else there is nothing to restore."""
+    folder, _ = whole("filtered")
+    tries = [entry["step"] for entry in worker.records(folder)]
+    assert tries.count(0) > 1 and max(tries.count(6), tries.count(8)) > 1
+    log = json.loads((folder / "checkpoint-10" / "trainer_state.json").read_text())["log_history"]
+    name = "actor/reward_kl_penalty_coeff"
+    assert len({entry[name] for entry in log if name in entry}) == 5
 
 
 def test_saving_changes_nothing(whole, tmp_path):

@@ -64,7 +64,7 @@ class DiagnosisThresholds:
     clip_fraction_max: float = 0.3
     dual_clip_max: float = 0.01
     zero_spread_max: float = 0.5
-    zero_spread_rise: float = 0.5
+    zero_spread_rise: float = 0.25
     truncation_max: float = 0.5
     length_growth: float = 2.0
     reward_flat_entries: int = 100
@@ -213,9 +213,13 @@ def _before(series: Series, thresholds: DiagnosisThresholds) -> float | None:
     return median(_sizes(earlier)) if len(earlier) >= window else None
 
 
-def _beyond(points: Series, value: float, limit: float, compared: str, *, under: bool = False) -> Verdict:
-    beyond = [p.step for p in points if (abs(p.values[0]) < limit if under else abs(p.values[0]) > limit)]
-    return Verdict(beyond[0], value, compared)
+def _verdict(points: Series, limit: float, compared: str, *, under: bool = False) -> Verdict | None:
+    """If the median of the points is beyond the limit: since the first of them that is."""
+    value = median(_sizes(points))
+    if value >= limit if under else value <= limit:
+        return None
+    since = next(p.step for p in points if (abs(p.values[0]) < limit if under else abs(p.values[0]) > limit))
+    return Verdict(since, value, compared)
 
 
 def above(limit: str) -> Condition:
@@ -223,9 +227,7 @@ def above(limit: str) -> Condition:
 
     def condition(series: Series, thresholds: DiagnosisThresholds) -> Verdict | None:
         points, most = _recent(series, thresholds), getattr(thresholds, limit)
-        if not points or (value := median(_sizes(points))) <= most:
-            return None
-        return _beyond(points, value, most, f"above {most:.3g}")
+        return _verdict(points, most, f"above {most:.3g}") if points else None
 
     return condition
 
@@ -235,35 +237,30 @@ def below(limit: str) -> Condition:
 
     def condition(series: Series, thresholds: DiagnosisThresholds) -> Verdict | None:
         points, least = _recent(series, thresholds), getattr(thresholds, limit)
-        if not points or (value := median(_sizes(points))) >= least:
-            return None
-        return _beyond(points, value, least, f"below {least:.3g}", under=True)
+        return _verdict(points, least, f"below {least:.3g}", under=True) if points else None
 
     return condition
 
 
-def above_or_growing(limit: str) -> Condition:
-    """The median of the last window is above a threshold, or above a tenth of it and many times what it was."""
-    too_large = above(limit)
+def growing(factor: str, limit: str | None = None) -> Condition:
+    """The median of the last window is a multiple of what it was before, and above a tenth of a limit."""
 
     def condition(series: Series, thresholds: DiagnosisThresholds) -> Verdict | None:
-        points, before = _recent(series, thresholds), _before(series, thresholds)
-        if (verdict := too_large(series, thresholds)) or before is None:
-            return verdict
-        value, most = median(_sizes(points)), max(getattr(thresholds, limit) / 10, thresholds.kl_growth * before)
-        return _beyond(points, value, most, f"up from {before:.3g}") if value > most else None
+        before = _before(series, thresholds)
+        if before is None:
+            return None
+        least = getattr(thresholds, limit) / 10 if limit else 0.0
+        most = max(least, getattr(thresholds, factor) * before)
+        return _verdict(_recent(series, thresholds), most, f"up from {before:.3g}")
 
     return condition
 
 
-def growing(factor: str) -> Condition:
-    """The median of the last window is a multiple of what it was before."""
+def either(*conditions: Condition) -> Condition:
+    """The first of the conditions that holds."""
 
     def condition(series: Series, thresholds: DiagnosisThresholds) -> Verdict | None:
-        points, before = _recent(series, thresholds), _before(series, thresholds)
-        if before is None or (value := median(_sizes(points))) <= (most := getattr(thresholds, factor) * before):
-            return None
-        return _beyond(points, value, most, f"up from {before:.3g}")
+        return next((verdict for c in conditions if (verdict := c(series, thresholds))), None)
 
     return condition
 
@@ -287,8 +284,7 @@ def fallen(fraction: str) -> Condition:
         if not points:
             return None
         start = median(_sizes(series[: thresholds.min_entries]))
-        value, least = median(_sizes(points)), getattr(thresholds, fraction) * start
-        return _beyond(points, value, least, f"down from {start:.3g}", under=True) if value < least else None
+        return _verdict(points, getattr(thresholds, fraction) * start, f"down from {start:.3g}", under=True)
 
     return condition
 
@@ -372,7 +368,7 @@ RULES = (
         "ppo_kl",
         "the policy runs away from the one that sampled",
         ("actor/ppo_kl",),
-        above_or_growing("ppo_kl_max"),
+        either(above("ppo_kl_max"), growing("kl_growth", "ppo_kl_max")),
         "ppo_kl_max",
         "the optimizer steps of a generation are too large or too many, so that its responses say little about the "
         "policy",
@@ -383,7 +379,7 @@ RULES = (
         "kl_loss",
         "the policy runs away from the reference",
         ("actor/kl_loss",),
-        above_or_growing("kl_loss_max"),
+        either(above("kl_loss_max"), growing("kl_growth", "kl_loss_max")),
         "kl_loss_max",
         "the update is too strong for the KL term to hold, and the language often suffers: read some completions",
         ("kl_loss_coef", "learning_rate", "kl_loss_type"),
@@ -466,8 +462,9 @@ RULES = (
         ("loss", "grad_norm"),
         no_gradient,
         "loss_zero",
-        "every group has equal rewards, so every advantage is 0",
-        ("filter_groups", "num_generations", "temperature", "reward_weights"),
+        "every group has equal rewards, so every advantage is 0, or every response is masked",
+        ("filter_groups", "num_generations", "temperature", "reward_weights", "mask_truncated_completions"),
+        needs="learns_from_rewards",
     ),
     Rule(
         "loss_zero",
@@ -478,6 +475,7 @@ RULES = (
         "every ratio is 1 before the first update of a generation, and the loss is then the mean of -advantage, which "
         "is 0 in a group; the gradient is not 0, and the model learns",
         ("steps_per_generation", "loss_agg_mode"),
+        needs="learns_from_rewards",
         note=True,
     ),
     Rule(

@@ -251,6 +251,8 @@ class GRPOVerlTrainer(GRPOTrainer):
         batch = sampled.batch
         outcomes = self._scorer.outcomes(sampled, lambda: self._old_log_probs(batch), train=train)
         metrics |= outcomes.metrics
+        if train:  # after the rewards and before the advantages, which see what is left (verl's order)
+            self._correct_rollout(batch)
         group, baselines = self.num_generations if train else self.num_generations_eval, None
         if self._scorer.needs_baseline:
             greedy = self._scorer.baselines(*greedy_rewards(self, batch["inputs"], group))
@@ -294,7 +296,6 @@ class GRPOVerlTrainer(GRPOTrainer):
         if self._rollout is None or self._step % self._cycle == 0:
             with self._actor_metrics.clock.excluding():
                 batch = self._generate_and_score_completions(generation_batch)
-                self._correct_rollout(batch)
                 if self._distiller is not None:
                     self._distiller.score(batch)
             if self.args.shuffle_mini_batches:
