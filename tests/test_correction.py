@@ -1,6 +1,7 @@
 """Rollout correction in the trainer: the sampler's log-probabilities come from a `rollout_func`."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -26,10 +27,8 @@ def trained(tmp_path, *, rollout=rollout, **settings):
     seen, recorder, split = [], Recorder(), trainer._splitter
 
     def spy():
-        splitter = split()
-        inner = splitter.split
-        splitter.split = lambda batch, accelerator: (seen.append(dict(batch)), inner(batch, accelerator))[1]
-        return splitter
+        inner = split()
+        return SimpleNamespace(split=lambda batch, *rest: (seen.append(dict(batch)), inner.split(batch, *rest))[1])
 
     trainer._splitter = spy
     trainer.add_callback(recorder)
