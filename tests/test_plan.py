@@ -185,6 +185,9 @@ def test_memory(tmp_path):
         (3, (n // 2, n // 2, 3 * n, n // 2)),
     ):
         assert on(made, DistributedType.DEEPSPEED, 4, stage, "bf16") == expected
+    # In float32 ZeRO-1 and ZeRO-2 clone the rank's weights, 4 + 8; the others update the weights themselves
+    for stage, expected in ((0, 8 * n), (1, 3 * n), (2, 3 * n), (3, 2 * n)):
+        assert on(made, DistributedType.DEEPSPEED, 4, stage).optimizer == expected
 
 
 def test_an_unknown_optimizer_is_said_to_be_left_out(tmp_path):
@@ -236,13 +239,25 @@ def test_prompts_that_leave_no_room(tmp_path, monkeypatch):
     made = trainer(tmp_path, dataset=Dataset.from_dict({"prompt": ["w1 " * n for n in lengths]}))
     monkeypatch.setattr(plan, "PROMPTS_AT_A_TIME", 2)
     (said,) = plan.check_prompt_lengths(made)
-    assert said.startswith("2 of 8 prompts looked at (of 8) have more than 88 tokens (max_position_embeddings=128 less")
-    assert "max_completion_length=40), at most 120; filter them out" in said
+    assert said.startswith("at least 2 of 8 prompts looked at (of 8) have more than 88 tokens (max_position_embeddings")
+    assert "=128 less max_completion_length=40), at most 120; filter them out" in said
     monkeypatch.setattr(plan, "MAX_PROMPTS", 4)
     (said,) = plan.check_prompt_lengths(made)  # every second
-    assert said.startswith("2 of 4 prompts looked at (of 8)")
+    assert said.startswith("at least 2 of 4 prompts looked at (of 8)")
     made.args.max_completion_length = 8
     assert not plan.check_prompt_lengths(made)
+
+
+def test_the_search_for_long_prompts_goes_by_bytes(tmp_path, monkeypatch):
+    """Ten characters of three bytes before twenty of one; a batch without a long prompt ends the search."""
+    made, seen = trainer(tmp_path), []
+    monkeypatch.setattr(plan, "PROMPTS_AT_A_TIME", 1)
+    monkeypatch.setattr(made, "_tokenize_prompts", lambda some: (seen.extend(some) or [[0] * 99],))
+    wide, narrow = "字" * 10, "w" * 20
+    plan._lengths_above(50, [narrow, wide], made)
+    assert seen == [wide, narrow]
+    seen.clear()
+    assert plan._lengths_above(99, [narrow, wide], made) == [] and seen == [wide]
 
 
 def test_the_context_may_be_stretched_or_the_samplers(tmp_path):
@@ -347,6 +362,7 @@ def test_what_is_not_tried_is_said(tmp_path):
         ([18, 5], ("18", "5")),
         (["9*2=18\n#### 18", "2+2=4\n#### 4"], ("18", "4")),
         (["", "7", "8"], ("7", "8")),
+        (["70000", "7", "8"], ("7", "8")),  # the first has no equal in length
         (["1,000", "1000"], None),
         (["A", "A"], None),
         ([["A"], ["B"]], None),

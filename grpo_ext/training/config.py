@@ -294,7 +294,8 @@ class GRPOVerlConfig(GRPOConfig):
         default=True,
         metadata={
             "help": "Whether the batch plan, the parameters, the memory and warnings are printed before the first "
-            "step. Reward functions are called once each for it, on a gold answer and a wrong one."
+            "step. Reward functions are called once each for it, on a gold answer and a wrong one: set False where a "
+            "call has side effects."
         },
     )
 

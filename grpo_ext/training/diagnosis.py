@@ -371,8 +371,8 @@ RULES = (
         either(above("ppo_kl_max"), growing("kl_growth", "ppo_kl_max")),
         "ppo_kl_max",
         "the optimizer steps of a generation are too large or too many, so that its responses say little about the "
-        "policy",
-        ("learning_rate", "max_grad_norm", "steps_per_generation", "num_iterations"),
+        "policy; or dropout is on, if it is as large before the first of them",
+        ("learning_rate", "max_grad_norm", "steps_per_generation", "num_iterations", "disable_dropout"),
         part="later",
     ),
     Rule(
@@ -411,9 +411,9 @@ RULES = (
         ("actor/pg_clipfrac_lower",),
         above("dual_clip_max"),
         "dual_clip_max",
-        "tokens of bad responses have become several times more likely within a generation: steps too large, or a "
-        "sampler that disagrees with the trainer",
-        ("learning_rate", "steps_per_generation", "clip_ratio_c"),
+        "tokens of bad responses have become several times more likely within a generation: steps too large, dropout, "
+        "or a sampler that disagrees with the trainer",
+        ("learning_rate", "steps_per_generation", "clip_ratio_c", "disable_dropout"),
         part="later",
     ),
     Rule(

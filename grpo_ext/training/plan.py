@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .trainer import GRPOVerlTrainer
 
 # Bounds of what is looked at, so that the preflight takes about a second on any dataset
-MAX_PROMPTS = 2000
+MAX_PROMPTS = 1000
 MAX_GOLDS = 100
 PROMPTS_AT_A_TIME = 64
 
@@ -226,8 +226,9 @@ def estimate_memory(trainer: "GRPOVerlTrainer") -> Memory:
     """Weights, gradients and AdamW's state of one rank, and the reference's weights.
 
     With `N` parameters of `b` bytes, `n` of them trained: weights `N b`, gradients `n b`, AdamW `2 n b`. DeepSpeed in
-    half precision casts to `b = 2` and keeps a master copy and both moments in float32, `12 n`. ZeRO-1 divides the
-    optimizer's state by the ranks, ZeRO-2 the gradients too, ZeRO-3 and FSDP everything.
+    half precision casts to `b = 2` and keeps a master copy and both moments in float32, `12 n`; its ZeRO-1 and ZeRO-2
+    keep that copy in float32 too. ZeRO-1 divides the optimizer's state by the ranks, ZeRO-2 the gradients too, ZeRO-3
+    and FSDP everything. What DeepSpeed offloads is counted, though the host holds it.
     """
     accelerator = trainer.accelerator
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -249,7 +250,8 @@ def estimate_memory(trainer: "GRPOVerlTrainer") -> Memory:
     moments = _adam_moments(trainer)
     state = None
     if moments is not None:
-        state = 4 * (moments + 1) * count_parameters(trainer.model)[0] if half else moments * gradients
+        master = half or (deepspeed and stage in (1, 2))
+        state = (moments + master) * (4 * count_parameters(trainer.model)[0] if half else gradients)
     return Memory(
         weights=size(trainer.model) // shares[3],
         gradients=gradients // shares[2],
@@ -330,7 +332,7 @@ def check_prompt_lengths(trainer: "GRPOVerlTrainer") -> list[str]:
     if not long:
         return []
     return [
-        f"{len(long)} of {len(prompts)} prompts looked at (of {len(trainer.train_dataset)}) have more than "
+        f"at least {len(long)} of {len(prompts)} prompts looked at (of {len(trainer.train_dataset)}) have more than "
         f"{max(tokens - limit, 0)} tokens ({name}={tokens} less max_completion_length={limit}), at most {max(long)}; "
         f"filter them out, lower max_completion_length, or take a model with a greater context"
     ]
@@ -359,11 +361,12 @@ def _some_prompts(dataset: Any) -> list:
 
 
 def _lengths_above(limit: int, prompts: list, trainer: "GRPOVerlTrainer") -> list[int]:
-    """Tokens of the prompts that have more than `limit`.
+    """Tokens of the prompts that have more than `limit`, or of most of them.
 
-    The longest in characters come first, and a batch without one ends the search: most datasets cost one batch.
+    The longest in bytes come first, and a batch without one ends the search: most datasets cost one batch. Bytes and
+    not characters, since a character of Chinese takes as many tokens as several of English.
     """
-    by_length = sorted(prompts, key=lambda prompt: len(str(prompt)), reverse=True)
+    by_length = sorted(prompts, key=lambda prompt: len(str(prompt).encode(errors="replace")), reverse=True)
     found: list[int] = []
     for start in range(0, len(by_length), PROMPTS_AT_A_TIME):
         ids = trainer._tokenize_prompts(by_length[start : start + PROMPTS_AT_A_TIME])[0]
@@ -426,7 +429,7 @@ def check_rewards(trainer: "GRPOVerlTrainer") -> list[str]:
 
 
 def find_trial(dataset: Any) -> Trial | None:
-    """The first row with a gold answer, and the answer of another row that differs, of the same length if there is one.
+    """A row with a gold answer, and the answer of another row that differs: the first two of the most similar length.
 
     The length is kept so that a reward that pays short or long responses takes no side. Looks at `MAX_GOLDS` rows;
     `None`: there is no such column, or all answers are the same.
@@ -437,13 +440,11 @@ def find_trial(dataset: Any) -> Trial | None:
         return None
     values = dataset.select_columns([column])[:MAX_GOLDS][column]
     golds = {i: final for i, value in enumerate(values) if (final := _final(value))}
-    if not golds:
+    pairs = [(i, gold, other) for i, gold in golds.items() for other in golds.values() if _differs(other, gold)]
+    if not pairs:
         return None
-    first, gold = next(iter(golds.items()))
-    others = [other for other in golds.values() if _differs(other, gold)]
-    if not others:
-        return None
-    return Trial(dataset[first], gold, min(others, key=lambda other: abs(len(other) - len(gold))))
+    row, gold, wrong = min(pairs, key=lambda pair: abs(len(pair[1]) - len(pair[2])))
+    return Trial(dataset[row], gold, wrong)
 
 
 def _final(value: Any) -> str:
