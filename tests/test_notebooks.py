@@ -102,7 +102,7 @@ def check_explained(notebook) -> None:
     for before, cell in zip(notebook.cells, notebook.cells[1:], strict=False):
         if cell.cell_type == "code" and images(cell):
             assert before.cell_type == "markdown", f"no text before the figure of:\n{cell.source}"
-            said = before.source.partition("**What to see:** ")[2].split("\n\n")[0].strip()
+            said = before.source.partition("What to see:")[2].split("\n\n")[0].strip("* \n")
             assert said.endswith("."), f"no 'What to see' before the figure of:\n{cell.source}"
             assert len(re.findall(r"[.!?](?:\s|$)", said)) == 1, f"more than a sentence: {said}"
 
