@@ -142,6 +142,8 @@ def prepare(task: TaskArguments, training_args, model_args):
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
         )
+    except ConnectionError as error:  # the teacher's, a kind of OSError
+        raise ValueError(f"teacher_model={training_args.teacher_model!r} does not answer: {error}") from error
     except OSError as error:  # transformers' own text does not always name the model
         reason = " ".join(str(error).split())
         raise ValueError(f"model_name_or_path={model_args.model_name_or_path!r} cannot be loaded: {reason}") from error

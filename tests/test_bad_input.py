@@ -436,3 +436,23 @@ def test_a_missing_trl_is_told_in_one_line(monkeypatch):
     monkeypatch.setattr(_versions, "version", missing)
     with pytest.raises(ImportError, match="^grpo_ext needs TRL 1.16 and none is installed; install it with: pip"):
         _versions.require_tested_trl()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"clip_cov_lb": None}, "clip_cov_lb=None"),
+        ({"kl_cov_ratio": None}, "kl_cov_ratio=None"),
+        ({"reward_weights": 1.0}, "reward_weights=1.0"),
+        ({"teacher_model": 7}, "teacher_model=7"),
+        ({"teacher_model": ""}, "teacher_model=''"),
+        ({"overlong_buffer_len": 4, "max_completion_length": None}, "overlong_buffer_len=4"),
+        ({"teacher_model": "t", "distillation_loss_mode": "k1", "use_task_rewards": False, "use_kl_in_reward": True},
+         "use_kl_in_reward=True"),
+        ({"teacher_model": "t", "distillation_loss_mode": "k1", "use_task_rewards": False, "adv_estimator": "rloo"},
+         "adv_estimator='rloo'"),
+    ],
+)  # fmt: skip
+def test_values_of_another_kind_are_named(tmp_path, settings, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        GRPOVerlConfig(str(tmp_path), use_cpu=True, report_to=[], **settings)

@@ -8,6 +8,7 @@ import tiny
 import torch
 from test_trainer_step import Recorder, make
 
+from grpo_ext import GRPOVerlConfig, GRPOVerlTrainer
 from grpo_ext.objective import RolloutCorrection
 from grpo_ext.objective.rollout_correction import rejection_mask, rollout_correction_weights
 from grpo_ext.training.windows import response_mask
@@ -82,3 +83,18 @@ def test_a_rollout_without_log_probs_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="needs the sampler's log-probabilities"):
         trained(tmp_path, rollout=silent, rollout_is="token")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rollout_is": "token"}, {"rollout_rs": "token_k2", "rollout_rs_threshold": 1.0},
+                 {"policy_loss": "bypass_mode"}],
+)  # fmt: skip
+def test_a_sampler_without_log_probs_is_refused_before_the_model_is_loaded(tmp_path, settings):
+    args = GRPOVerlConfig(str(tmp_path), num_generations=4, use_cpu=True, report_to=[], **settings)
+    name = next(iter(settings))
+    with pytest.raises(ValueError, match=f"{name}=.* needs the sampler's log-probabilities.*use_vllm"):
+        GRPOVerlTrainer("no/such/model", tiny.length_reward, args, tiny.prompts(), processing_class=tiny.tokenizer())
+
+
+def test_a_threshold_from_a_command_line_is_the_number():
+    assert not RolloutCorrection(rollout_is_threshold="2.0").active  # the default, and no setting without effect

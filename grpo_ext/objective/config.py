@@ -162,7 +162,9 @@ class ObjectiveConfig:
         """Refuse a setting of another loss, warn of a clip or an aggregation that the loss does not follow."""
         for name, above in _LOSS_NUMBERS.items():
             value = getattr(self, name)
-            if value is not None and (not _is_number(value) or value <= above):
+            if (name, value) == ("dro_beta", None):  # needed by that loss only
+                continue
+            if not _is_number(value) or value <= above:
                 raise ValueError(f"{name}={value!r} must be a finite number" + (" > 0" if above == 0 else ""))
         if self.clip_cov_lb >= self.clip_cov_ub:
             raise ValueError(

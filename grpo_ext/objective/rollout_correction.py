@@ -90,7 +90,7 @@ class RolloutCorrection:
                 ("rollout_is_threshold", _DEFAULT_IS_THRESHOLD),
                 ("rollout_is_batch_normalize", False),
             ):
-                if getattr(self, name) != idle:
+                if getattr(self, name) not in (idle, str(idle)):  # a command line gives text
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} has no effect with rollout_is=None; set rollout_is to one of "
                         f"{', '.join(ROLLOUT_IS_LEVELS)}, or drop {name}"

@@ -90,7 +90,7 @@ def as_float(value: int | float) -> float:
     try:
         return float(value)
     except OverflowError:
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
 
 
 def setting_name(key: str) -> str:
@@ -246,10 +246,9 @@ def find_trouble(run: Run, settings: dict) -> None:
         from ..training.diagnosis import DiagnosisThresholds, diagnose  # late: it brings TRL along, which takes seconds
 
         thresholds = DiagnosisThresholds.of(training.get("diagnosis_thresholds"))
-    except (ImportError, ValueError) as error:
+        run.findings = diagnose(run.entries, thresholds, training)
+    except (ImportError, ValueError, TypeError, OverflowError) as error:  # settings may hold anything
         run.notes.append(f"The log was not searched for trouble. {_first_line(error)}")
-        return
-    run.findings = diagnose(run.entries, thresholds, training)
 
 
 def _beside(run: Run, name: str, read: Callable[[Path], object], default: object) -> object:

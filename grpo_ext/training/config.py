@@ -379,6 +379,8 @@ class GRPOVerlConfig(GRPOConfig):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.reward_weights is not None and not isinstance(self.reward_weights, (list, tuple)):
+            raise ValueError(f"reward_weights={self.reward_weights!r} must be a list with a number for each function")
         for weight in self.reward_weights or ():
             if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
                 raise ValueError(f"reward_weights={self.reward_weights!r} must be finite numbers")
@@ -422,9 +424,10 @@ class GRPOVerlConfig(GRPOConfig):
         self.kl_control()
         self._check_estimator()
         factor = self.overlong_buffer_penalty_factor
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < 1e30:
             raise ValueError(f"overlong_buffer_penalty_factor={factor!r} must be a finite number > 0, such as 1.0")
-        if self.overlong_buffer_len is not None and self.overlong_buffer_len > self.max_completion_length:
+        limit = self.max_completion_length
+        if self.overlong_buffer_len is not None and (limit is None or self.overlong_buffer_len > limit):
             raise ValueError(
                 f"overlong_buffer_len={self.overlong_buffer_len} is longer than "
                 f"max_completion_length={self.max_completion_length}; shorten the buffer or allow longer completions"
@@ -488,6 +491,10 @@ class GRPOVerlConfig(GRPOConfig):
 
     def _check_distillation(self, objective: ObjectiveConfig) -> None:
         """Refuse settings of the distillation without a teacher, or that do not fit the rest."""
+        if self.teacher_model is not None and not (isinstance(self.teacher_model, str) and self.teacher_model.strip()):
+            raise ValueError(
+                f"teacher_model={self.teacher_model!r} must be a model's name or path, or the URL of a vLLM server"
+            )
         if self.teacher_model is None:
             for name in DISTILLATION_FIELDS:
                 if getattr(self, name) != getattr(DistillationConfig, name):
@@ -497,6 +504,19 @@ class GRPOVerlConfig(GRPOConfig):
                     )
             return
         self.distillation_config().require_compatible(objective)
+        if self.use_task_rewards:
+            return
+        for name, unread in (
+            ("use_kl_in_reward", self.use_kl_in_reward),
+            ("adv_estimator", self.adv_estimator != AdvantageConfig.adv_estimator),
+            ("overlong_buffer_len", self.overlong_buffer_len is not None),
+            ("rollout_is", self.rollout_is is not None and not self.use_policy_gradient),
+        ):
+            if unread:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no effect with use_task_rewards=False, where the loss is the "
+                    f"distillation loss alone; set use_task_rewards=True, or drop {name}"
+                )
 
     def objective_config(self) -> ObjectiveConfig:
         """The settings of `ppo_loss`, with `loss_scale_factor=None` resolved to `max_completion_length` tokens."""

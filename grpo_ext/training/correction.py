@@ -17,11 +17,32 @@ from ..objective.rollout_correction import (
     weight_sums,
 )
 from .callbacks import MetricSums
+from .config import GRPOVerlConfig
 from .windows import response_mask
 
 logger = logging.getLogger(__name__)
 
 SAMPLER = "sampling_per_token_logps"
+
+
+def require_sampler(args: GRPOVerlConfig, rollout_func: Callable | None) -> None:
+    """Fail on a correction where nothing gives the sampler's log-probabilities.
+
+    Raises:
+        ValueError: names the setting, its value and what would give them.
+    """
+    if args.use_vllm or rollout_func is not None:
+        return
+    for name, asked in (
+        ("rollout_is", args.rollout_is is not None),
+        ("rollout_rs", args.rollout_rs is not None),
+        ("policy_loss", args.policy_loss == "bypass_mode"),
+    ):
+        if asked:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} needs the sampler's log-probabilities, which use_vllm=True or a "
+                f"rollout_func that returns them as 'logprobs' gives; set use_vllm, or drop {name}"
+            )
 
 
 class RolloutCorrector:

@@ -52,7 +52,13 @@ class Distiller:
         self.loss = functools.partial(distillation_ppo_loss, distillation=self._settings)
 
     def score(self, batch: Batch) -> None:
-        """Put the teacher's scores of this rank's generation batch into it; call it on every rank."""
+        """Put the teacher's scores of this rank's generation batch into it; call it on every rank.
+
+        Raises:
+            ValueError: the batch has images.
+        """
+        if "pixel_values" in batch:
+            raise ValueError("teacher_model is shown no images, and the rollout has some; drop it, or train on text")
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         width = batch["completion_ids"].size(1)
         input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)

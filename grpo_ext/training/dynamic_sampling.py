@@ -181,7 +181,7 @@ class DynamicSampler:
 
 
 def require_text(dataset: Any, args: GRPOVerlConfig) -> None:
-    """Fail on a dataset with images, whose tensors cannot be dealt out anew.
+    """Fail on a dataset with images, whose tensors cannot be dealt out anew nor shown to a teacher.
 
     Raises:
         ValueError: names the column.
@@ -191,6 +191,11 @@ def require_text(dataset: Any, args: GRPOVerlConfig) -> None:
             raise ValueError(
                 f"filter_groups=True cannot carry images, and train_dataset has a column {column!r}; set "
                 f"filter_groups=False, or train on text"
+            )
+        if args.teacher_model is not None:
+            raise ValueError(
+                f"teacher_model={args.teacher_model!r} is shown no images, and train_dataset has a column {column!r}; "
+                f"drop teacher_model, or train on text"
             )
 
 

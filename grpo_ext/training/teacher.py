@@ -154,6 +154,7 @@ class ModelTeacher:
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         add_fused_lm_head(base, temperature=1.0)
         self._cost = CostModel.of(base.config, base.device.type)
+        self._embedding_rows = base.config.get_text_config().vocab_size  # DeepSpeed's engine has another `config`
         self.model = model.requires_grad_(False).eval()
         self._accelerator: Accelerator | None = None
         self._vocabulary: int | None = None
@@ -172,7 +173,7 @@ class ModelTeacher:
         """Refuse a student with another vocabulary, and a `topk` beyond the vocabulary; see `Teacher`."""
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.name, "pass it: ModelTeacher(model, tokenizer)")
-        own_rows = self.model.config.get_text_config().vocab_size
+        own_rows = self._embedding_rows
         sizes = f"; embedding rows {embedding_rows} and {own_rows}"
         require_same_vocabulary(tokenizer, self.tokenizer, self.name, sizes)
         self._vocabulary = min(embedding_rows, own_rows)

@@ -1,7 +1,9 @@
 """`GRPOVerlTrainer`: TRL's GRPO trainer with verl's objective."""
 
+import functools
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from .checkpoints import (
     write_rank_state,
 )
 from .config import GRPOVerlConfig
-from .correction import RolloutCorrector
+from .correction import RolloutCorrector, require_sampler
 from .diagnosis import DiagnosisCallback
 from .distillation import TOPK_IDS, Distiller
 from .dynamic_sampling import DynamicSampler, PromptStream, require_text
@@ -121,6 +123,7 @@ class GRPOVerlTrainer(GRPOTrainer):
         self._check(args, model, train_dataset, eval_dataset, environment_factory)
         require_one_adapter(model, peft_config)
         require_own_sampling(args, rollout_func, environment_factory)
+        require_sampler(args, rollout_func)
 
         reference = None
         if args.needs_reference and isinstance(model, PreTrainedModel) and peft_config is None:
@@ -249,10 +252,11 @@ class GRPOVerlTrainer(GRPOTrainer):
         else:
             sampled = self._sample(inputs)
         batch = sampled.batch
-        outcomes = self._scorer.outcomes(sampled, lambda: self._old_log_probs(batch), train=train)
+        old_log_probs = functools.cache(lambda: self._old_log_probs(batch))
+        outcomes = self._scorer.outcomes(sampled, old_log_probs, train=train)
         metrics |= outcomes.metrics
         if train:  # after the rewards and before the advantages, which see what is left (verl's order)
-            self._correct_rollout(batch)
+            self._correct_rollout(batch, old_log_probs)
         group, baselines = self.num_generations if train else self.num_generations_eval, None
         if self._scorer.needs_baseline:
             greedy = self._scorer.baselines(*greedy_rewards(self, batch["inputs"], group))
@@ -306,11 +310,11 @@ class GRPOVerlTrainer(GRPOTrainer):
             self._look_at_whole_step(index, index + self.current_gradient_accumulation_steps)
         return self._rollout.micro_batch(index, accumulation, self.current_gradient_accumulation_steps)
 
-    def _correct_rollout(self, batch: Batch) -> None:
+    def _correct_rollout(self, batch: Batch, old_log_probs: Callable[[], Tensor]) -> None:
         """Weights and rejection of rows that another policy, or another implementation, sampled."""
         if not self._corrector.active:
             return
-        for name, value in self._corrector.apply(batch, lambda: self._old_log_probs(batch)).items():
+        for name, value in self._corrector.apply(batch, old_log_probs).items():
             self._metrics["train"][name].append(value)
 
     @torch.no_grad()
@@ -547,13 +551,21 @@ class GRPOVerlTrainer(GRPOTrainer):
             print_preflight(self)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def _geometry(self) -> dict[str, int]:
+    def _geometry(self) -> dict[str, Any]:
         """What must not change while responses generated before a checkpoint are trained on after it."""
         names = (
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
             "steps_per_generation",
             "num_generations",
+            # What was computed of the responses when they were generated
+            "policy_loss",
+            "adv_estimator",
+            "rollout_is",
+            "rollout_rs",
+            "teacher_model",
+            "distillation_loss_mode",
+            "distillation_topk",
         )
         return {
             "ranks": self.accelerator.num_processes,
@@ -566,7 +578,9 @@ class GRPOVerlTrainer(GRPOTrainer):
         facts, present = read_marker(folder), self._geometry()
         written = facts["geometry"]
         changed = [
-            f"{name} {written[name]} then, {present[name]} now" for name in present if written[name] != present[name]
+            f"{name} {written[name]} then, {present[name]} now"
+            for name in present
+            if written.get(name, present[name]) != present[name]
         ]
         if written["ranks"] != present["ranks"]:
             raise ValueError(f"{folder} cannot be resumed exactly: {'; '.join(changed)}; use the same settings")
