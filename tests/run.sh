@@ -6,7 +6,16 @@ bash .ci/environment.sh test
 
 # One thread: the models are tiny, and some tests run two processes
 export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-[ $# -gt 0 ] || set -- -m 'not slow'
 .venv/bin/python -m ruff check grpo_ext examples tests notebooks
 .venv/bin/python -m ruff format --check grpo_ext examples tests notebooks
-exec .venv/bin/python -m pytest "$@"
+[ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
+
+# The grid of splits beside all others, since most tests keep one core busy
+grid=$(mktemp)
+trap 'kill "$!" 2>/dev/null || true; rm -f "$grid"' EXIT
+.venv/bin/python -m pytest -m 'not slow' -p no:cacheprovider tests/test_grid.py >"$grid" 2>&1 &
+status=0
+.venv/bin/python -m pytest -m 'not slow' --ignore tests/test_grid.py || status=$?
+wait "$!" || status=$?
+cat "$grid"
+exit "$status"
