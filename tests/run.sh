@@ -10,12 +10,12 @@ export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 OMP_NUM_THREADS="${OMP_NUM_TH
 .venv/bin/python -m ruff format --check grpo_ext examples tests notebooks
 [ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
 
-# The grid of splits beside all others, since most tests keep one core busy
+# Two halves beside each other, since most tests keep one core busy
 grid=$(mktemp)
 trap 'kill "$!" 2>/dev/null || true; rm -f "$grid"' EXIT
-.venv/bin/python -m pytest -m 'not slow' -p no:cacheprovider tests/test_grid.py >"$grid" 2>&1 &
+.venv/bin/python -m pytest -m 'not slow' -p no:cacheprovider tests/test_grid.py tests/test_resume.py >"$grid" 2>&1 &
 status=0
-.venv/bin/python -m pytest -m 'not slow' --ignore tests/test_grid.py || status=$?
+.venv/bin/python -m pytest -m 'not slow' --ignore tests/test_grid.py --ignore tests/test_resume.py || status=$?
 wait "$!" || status=$?
 cat "$grid"
 exit "$status"
