@@ -23,23 +23,9 @@ from accelerate.state import AcceleratorState
 from grpo_ext import GRPOVerlConfig, GRPOVerlTrainer
 from grpo_ext.training.windows import response_mask
 
-GROUP = 4  # responses to a prompt
+GROUP = tiny.SETTINGS["num_generations"]  # responses to a prompt
 WEIGHTS = [1.0, -0.5]  # of the two functions of "two"
-SETTINGS = {
-    "num_generations": GROUP,
-    "max_completion_length": tiny.LONGEST,
-    "max_steps": 1,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "optim": "sgd",
-    "max_grad_norm": 0,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "activation_checkpointing": False,
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
+SETTINGS = {**tiny.SETTINGS, "max_steps": 1, "learning_rate": 1e-3, "optim": "sgd", "max_grad_norm": 0}
 
 
 def last_token(completion_ids, **kwargs) -> list[float | None]:

@@ -35,18 +35,10 @@ def make(folder, model, peft_config=None, **settings):
     args = GRPOVerlConfig(
         str(folder),
         **{
+            **tiny.SETTINGS,
             "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": tiny.LONGEST,
             "max_steps": 2,
             "learning_rate": 0.05,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "activation_checkpointing": False,
-            "use_cpu": True,
-            "disable_tqdm": True,
             **settings,
         },
     )

@@ -28,20 +28,12 @@ def make(
     args = GRPOVerlConfig(
         str(tmp_path),
         **{
+            **tiny.SETTINGS,
             "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": tiny.LONGEST,
             "max_steps": 1,
             "learning_rate": LR,
-            "lr_scheduler_type": "constant",
             "optim": "sgd",
             "max_grad_norm": 0,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "activation_checkpointing": False,
-            "use_cpu": True,
-            "disable_tqdm": True,
             **settings,
         },
     )

@@ -13,6 +13,19 @@ SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<bos>"]
 LONGEST = 40
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
+# Of a trainer on fixed responses: no scheduling, logs of every step, nothing saved or drawn
+SETTINGS = {
+    "num_generations": 4,
+    "max_completion_length": LONGEST,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "activation_checkpointing": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """64 words, `<pad>` apart from `<eos>`, a chat template of one line."""

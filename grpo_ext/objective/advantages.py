@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .config import _is_number
+from .config import is_number
 
 _STD_EPS = 1e-6  # verl's; TRL has 1e-4
 _VARIANCE_EPS = 1e-8
@@ -92,6 +92,7 @@ class AdvTraits:
         per_token: its advantages are `(N, T)`; else one per response, `(N,)`, for all its tokens.
         batch_wide: its statistics span the batch, so that the rows of all ranks must be there.
         needs_baseline: it reads `reward_baselines`.
+        rewards_alone: it reads nothing of the tokens, so that `response_mask` may be anything that broadcasts.
         keys: settings of `AdvantageConfig` that it reads; `None`: unknown.
     """
 
@@ -99,6 +100,7 @@ class AdvTraits:
     per_token: bool = False
     batch_wide: bool = False
     needs_baseline: bool = False
+    rewards_alone: bool = False
     keys: tuple[str, ...] | None = None
 
 
@@ -166,7 +168,7 @@ class AdvantageConfig:
             )
         if not isinstance(self.norm_adv_by_std_in_grpo, bool):
             raise ValueError(f"norm_adv_by_std_in_grpo={self.norm_adv_by_std_in_grpo!r} must be True or False")
-        if not _is_number(self.gamma) or not 0 < self.gamma <= 1:
+        if not is_number(self.gamma) or not 0 < self.gamma <= 1:
             raise ValueError(f"gamma={self.gamma!r} must be a number in (0, 1]; 1.0 does not discount")
         read = adv_traits(self.adv_estimator).keys
         for name, default in (("norm_adv_by_std_in_grpo", True), ("gamma", 1.0)):
@@ -257,14 +259,14 @@ def grpo_advantage(rewards: Tensor, num_generations: int, *, norm_adv_by_std_in_
     return _normalised(groups, by_std=norm_adv_by_std_in_grpo).view(-1).to(rewards.dtype)
 
 
-@register_adv_est("grpo", keys=("norm_adv_by_std_in_grpo",))
+@register_adv_est("grpo", rewards_alone=True, keys=("norm_adv_by_std_in_grpo",))
 def grpo(responses: ScoredResponses, config: AdvantageConfig) -> Tensor:
     """`grpo_advantage`."""
     groups = _by_group(responses.rewards, responses.num_generations)
     return _normalised(groups, by_std=config.norm_adv_by_std_in_grpo).view(-1)
 
 
-@register_adv_est("grpo_passk", needs_several=True, keys=("norm_adv_by_std_in_grpo",))
+@register_adv_est("grpo_passk", rewards_alone=True, needs_several=True, keys=("norm_adv_by_std_in_grpo",))
 def grpo_passk(responses: ScoredResponses, config: AdvantageConfig) -> Tensor:
     """The best response of a group gets its lead over the second, `(r_1 - r_2) / (std + 1e-6)`; all others get 0.
 
@@ -278,7 +280,7 @@ def grpo_passk(responses: ScoredResponses, config: AdvantageConfig) -> Tensor:
     return torch.zeros_like(groups.rewards).scatter(-1, best.indices[:, :1], lead).view(-1)
 
 
-@register_adv_est("rloo", keys=())
+@register_adv_est("rloo", rewards_alone=True, keys=())
 def rloo(responses: ScoredResponses, config: AdvantageConfig) -> Tensor:
     """The reward minus the mean of the *other* rewards of its group, `(r - mean) * n / (n - 1)`.
 
@@ -300,7 +302,7 @@ def opo(responses: ScoredResponses, config: AdvantageConfig) -> Tensor:
     return _centered(groups, baseline).view(-1)
 
 
-@register_adv_est("gpg", batch_wide=True, keys=())
+@register_adv_est("gpg", rewards_alone=True, batch_wide=True, keys=())
 def gpg(responses: ScoredResponses, config: AdvantageConfig) -> Tensor:
     """`alpha * (r - mean)`, where `alpha` is the number of scored rows over that of rewards other than 0, in the batch.
 

@@ -112,15 +112,15 @@ class ObjectiveConfig:
             value = getattr(self, name)
             if value is None and name != "clip_ratio":
                 continue
-            if not _is_number(value) or value < 0:
+            if not is_number(value) or value < 0:
                 raise ValueError(f"{name}={value!r} must be a finite number >= 0, such as 0.2")
-        if not _is_number(self.clip_ratio_c) or self.clip_ratio_c <= 1:
+        if not is_number(self.clip_ratio_c) or self.clip_ratio_c <= 1:
             raise ValueError(
                 f"clip_ratio_c={self.clip_ratio_c!r} must be greater than 1 (verl's default is 3.0); a value of 1 or "
                 f"less would cap the loss of tokens that have not moved"
             )
         if self.loss_scale_factor is not None:
-            if not _is_number(self.loss_scale_factor) or self.loss_scale_factor <= 0:
+            if not is_number(self.loss_scale_factor) or self.loss_scale_factor <= 0:
                 raise ValueError(
                     f"loss_scale_factor={self.loss_scale_factor!r} must be a number of tokens > 0, or None"
                 )
@@ -132,9 +132,9 @@ class ObjectiveConfig:
                 )
         if not isinstance(self.use_kl_loss, bool):
             raise ValueError(f"use_kl_loss={self.use_kl_loss!r} must be True or False")
-        if not _is_number(self.entropy_coeff):
+        if not is_number(self.entropy_coeff):
             raise ValueError(f"entropy_coeff={self.entropy_coeff!r} must be a finite number, such as 0.0")
-        if not _is_number(self.kl_loss_coef) or self.kl_loss_coef < 0:
+        if not is_number(self.kl_loss_coef) or self.kl_loss_coef < 0:
             raise ValueError(f"kl_loss_coef={self.kl_loss_coef!r} must be a finite number >= 0, such as 0.001")
         # README, departure 8. verl's own recipes write use_kl_loss=False with kl_loss_coef=0.0, so 0 passes.
         if not self.use_kl_loss and self.kl_loss_coef not in (0, DEFAULT_KL_LOSS_COEF):
@@ -164,7 +164,7 @@ class ObjectiveConfig:
             value = getattr(self, name)
             if (name, value) == ("dro_beta", None):  # needed by that loss only
                 continue
-            if not _is_number(value) or value <= above:
+            if not is_number(value) or value <= above:
                 raise ValueError(f"{name}={value!r} must be a finite number" + (" > 0" if above == 0 else ""))
         if self.clip_cov_lb >= self.clip_cov_ub:
             raise ValueError(
@@ -234,7 +234,8 @@ class ObjectiveConfig:
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
 
-def _is_number(value) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a setting is a finite number, and no boolean."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .aggregation import agg_metric
 from .assembly import ppo_loss
-from .config import BatchInfo, ObjectiveConfig
+from .config import BatchInfo, ObjectiveConfig, is_number
 from .kl import KL_PENALTIES, REFERENCE_FREE_GRADIENT, kl_penalty
 from .masking import compute_dtype, keep, masked_sum, require_token_shape
 from .metrics import Metric, mean_metric
@@ -114,13 +114,13 @@ class DistillationConfig:
             )
         for name in ("distillation_loss_coef", "distillation_clip_ratio_low", "distillation_clip_ratio_high"):
             value = getattr(self, name)
-            if not _is_finite(value) or value < 0:
+            if not is_number(value) or value < 0:
                 raise ValueError(f"{name}={value!r} must be a finite number >= 0")
         bound = self.distillation_loss_max_clamp
-        if bound is not None and (not _is_finite(bound) or bound <= 0):
+        if bound is not None and (not is_number(bound) or bound <= 0):
             raise ValueError(f"distillation_loss_max_clamp={bound!r} must be a number of nats > 0, or None")
         bound = self.distillation_log_prob_min_clamp
-        if bound is not None and (not _is_finite(bound) or bound >= 0):
+        if bound is not None and (not is_number(bound) or bound >= 0):
             raise ValueError(f"distillation_log_prob_min_clamp={bound!r} must be a number of nats < 0, or None")
 
     def _refuse_unread(self, name: str, because: str, remedy: str) -> None:
@@ -379,7 +379,3 @@ def _extreme(x: Tensor, mask: Tensor, which: str) -> Metric:
     kept = torch.where(mask.bool(), x.detach(), worst).flatten()
     kept = torch.cat([kept, kept.new_full((1,), worst)])
     return Metric(kept.amin() if which == "min" else kept.amax(), 1, extreme=which)
-
-
-def _is_finite(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .config import _is_number
+from .config import is_number
 from .kl import kl_penalty as kl_estimate
 from .masking import keep, masked_sum, require_token_shape
 from .metrics import Metric
@@ -137,7 +137,7 @@ class AdaptiveKLController:
         Raises:
             ValueError: `current_kl` is not finite, or the coefficient would not stay positive.
         """
-        if not _is_number(current_kl):
+        if not is_number(current_kl):
             raise ValueError(
                 f"current_kl={current_kl!r} must be a finite number: the coefficient cannot follow it; check the "
                 f"log-probabilities of policy and reference"
@@ -203,7 +203,7 @@ def overlong_penalty(
 
 
 def _require_number(name: str, value: object, example: str, *, zero: bool = False) -> None:
-    if not _is_number(value) or value < 0 or (value == 0 and not zero):
+    if not is_number(value) or value < 0 or (value == 0 and not zero):
         raise ValueError(f"{name}={value!r} must be a finite number {'>=' if zero else '>'} 0, such as {example}")
 
 

@@ -197,7 +197,7 @@ class ActorMetricsCallback(TrainerCallback):
         """Put the metrics of the evaluation that ends into its log."""
         # Its rollout is not corrected, so that nothing is known of the sampler
         of_training = ("perf/", "rollout_corr/")
-        metrics = finish_rollout_metrics(self.sums["eval"].reduce(self._trainer.accelerator))
+        metrics = self.sums["eval"].reduce(self._trainer.accelerator)
         self.record("eval", {name: value for name, value in metrics.items() if not name.startswith(of_training)})
 
     def record(self, mode: str, metrics: dict[str, float]) -> None:

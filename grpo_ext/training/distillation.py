@@ -43,9 +43,11 @@ class Distiller:
         if name.startswith(("http://", "https://")):
             self._teacher = ServedTeacher(name)
         else:
-            require_same_vocabulary(tokenizer, load_tokenizer(name), name)  # before its weights are loaded
+            own = load_tokenizer(name)
+            require_same_vocabulary(tokenizer, own, name)  # before its weights are loaded
             kept = {"attn_implementation"} & set(args.model_init_kwargs or {})
-            self._teacher = ModelTeacher(name, model_init_kwargs={key: args.model_init_kwargs[key] for key in kept})
+            loading = {key: args.model_init_kwargs[key] for key in kept}
+            self._teacher = ModelTeacher(name, own, model_init_kwargs=loading)
             self._teacher.place(accelerator)
         rows = model.get_input_embeddings().num_embeddings
         self._teacher.check(tokenizer, rows, self._topk)

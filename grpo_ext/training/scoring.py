@@ -14,9 +14,6 @@ from ..objective.reward_shaping import kl_in_reward, overlong_penalty
 from .config import GRPOVerlConfig
 from .windows import Batch, gathered_rows, response_mask
 
-# They read rewards and nothing of the tokens, so that no mask needs to be gathered for them
-_FROM_REWARDS_ALONE = ("grpo", "grpo_passk", "rloo", "gpg")
-
 
 class Sampled(NamedTuple):
     """A generation batch with its rewards, without advantages."""
@@ -111,7 +108,7 @@ class Scorer:
         """
         mask = response_mask(sampled.batch)
         rows, width = mask.shape
-        if self._config.adv_estimator in _FROM_REWARDS_ALONE:
+        if self._traits.rewards_alone:  # no mask needs to be gathered
             all_masks = torch.ones_like(outcomes.rewards, dtype=torch.bool)[:, None]
         else:
             all_masks = self._gathered(mask.to(torch.uint8)).bool()

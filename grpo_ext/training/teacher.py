@@ -23,8 +23,9 @@ from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id
 
 from .forward import Rows, choose_layout, score
-from .layout import CostModel, RowLength, exactly, packed_groups, padded_groups
+from .layout import CostModel, RowLength, packed_groups, padded_groups
 from .topk_head import Head, TeacherTopK, head_seen_by, most_likely, spread
+from .windows import equally_many
 
 _SHOWN = 3  # tokens in an error message
 
@@ -207,10 +208,7 @@ class ModelTeacher:
             groups = packed_groups(lengths, self.max_tokens_per_forward)
         else:
             groups = padded_groups(lengths, self._cost, self.max_tokens_per_forward)
-        if self._accelerator is not None and self._accelerator.num_processes > 1:
-            count = torch.tensor([len(groups)], device=self._accelerator.device)
-            groups = exactly(groups, self._accelerator.gather(count).max().item())
-        return groups
+        return groups if self._accelerator is None else equally_many(groups, self._accelerator)
 
 
 def _spread_top(

@@ -42,7 +42,7 @@ from .distillation import TOPK_IDS, Distiller
 from .dynamic_sampling import DynamicSampler, PromptStream, require_text
 from .forward import Rows, Scores, choose_layout, row_lengths, score
 from .greedy_baseline import greedy_rewards, require_own_sampling
-from .layout import CostModel, RowLength, exactly, packed_groups, padded_groups
+from .layout import CostModel, RowLength, packed_groups, padded_groups
 from .nonfinite import NonFiniteSteps, nonfinite_counts
 from .plan import print_preflight
 from .reference import frozen_copy, reference_is
@@ -51,7 +51,7 @@ from .rollouts import checked_rollout
 from .scoring import Sampled, Scorer
 from .topk_head import score_topk
 from .whole_step import over_whole_step
-from .windows import Batch, EpochSampler, ForwardPlan, Rollout, Splitter, response_mask
+from .windows import Batch, EpochSampler, ForwardPlan, Rollout, Splitter, equally_many, response_mask
 
 logger = logging.getLogger(__name__)
 
@@ -470,10 +470,7 @@ class GRPOVerlTrainer(GRPOTrainer):
                 **multimodal,
             )
         lengths = row_lengths(attention_mask, logits_to_keep)
-        groups = self._groups(lengths, batch_size)
-        if self.accelerator.num_processes > 1:
-            count = torch.tensor([len(groups)], device=self.accelerator.device)
-            groups = exactly(groups, self.accelerator.gather(count).max().item())
+        groups = equally_many(self._groups(lengths, batch_size), self.accelerator)
         with self.accelerator.autocast():
             scores = score(
                 model,

@@ -270,3 +270,14 @@ class EpochSampler(RepeatSampler):
             for _ in range(self.epoch):
                 torch.randperm(self.num_samples, generator=self.generator)
         return super().__iter__()
+
+
+def equally_many(groups: list[list[int]], accelerator: Accelerator) -> list[list[int]]:
+    """This rank's rows in as many groups as the rank with most has; call it on every rank.
+
+    Sharded weights and broadcast buffers are gathered in each forward: all ranks must run equally many.
+    """
+    if accelerator.num_processes == 1:
+        return groups
+    count = torch.tensor([len(groups)], device=accelerator.device)
+    return exactly(groups, accelerator.gather(count).max().item())
