@@ -11,11 +11,12 @@ export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 OMP_NUM_THREADS="${OMP_NUM_TH
 [ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
 
 # Two halves beside each other, since most tests keep one core busy
-grid=$(mktemp)
-trap 'kill "$!" 2>/dev/null || true; rm -f "$grid"' EXIT
-.venv/bin/python -m pytest -m 'not slow' -p no:cacheprovider tests/test_grid.py tests/test_resume.py >"$grid" 2>&1 &
+first=(tests/test_grid.py tests/test_lora.py tests/test_notebooks.py tests/test_resume.py)
+output=$(mktemp)
+trap 'kill "$!" 2>/dev/null || true; rm -f "$output"' EXIT
+.venv/bin/python -m pytest -m 'not slow' -p no:cacheprovider "${first[@]}" >"$output" 2>&1 &
 status=0
-.venv/bin/python -m pytest -m 'not slow' --ignore tests/test_grid.py --ignore tests/test_resume.py || status=$?
+.venv/bin/python -m pytest -m 'not slow' "${first[@]/#/--ignore=}" || status=$?
 wait "$!" || status=$?
-cat "$grid"
+cat "$output"
 exit "$status"
